@@ -30,12 +30,13 @@ from typing import Any
 import textarena.envs.Nim.env as nim
 import zmq
 
-from bench.delayed_engine import LATENCY
+from bench.engines import LATENCY
 from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb, unlimit_games_in_flight
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.files import read_records
+from unstable_lite.orchestrator import supervisor, wiring
 from unstable_lite.orchestrator.event_loop import run_in_loop
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.wiring import RunParts
@@ -64,25 +65,7 @@ STRUCK_ENV = "Nim-v0-train"
 WITH_OPPONENT = ("Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "KuhnPoker-v0-train")
 """Envs of the evaluation games, which never wait for room in the buffer."""
 ISOLATED = ("ConnectFour-v0-train", "2048-v0-ultra-easy-train")
-MOVES = (
-    "0",
-    "1",
-    "2",
-    "3",
-    "4",
-    "5",
-    "0 1",
-    "1 2",
-    "2 1",
-    "rock",
-    "paper",
-    "roll",
-    "check",
-    "bet",
-    "call",
-    "up",
-    "left",
-)
+MOVES = ("0", "1", "2", "3", "5", "0 1", "1 2", "2 1", "rock", "paper", "roll", "check", "bet", "call", "up", "left")
 GAMES = 1_000
 ENV_TIMEOUT_S, STALL_TIMEOUT_S, GAME_TIMEOUT_S = 1.0, 5.0, 240.0
 GIVE_UP_S = 120.0
@@ -265,12 +248,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = math.inf) -> b
 
 
 def of_the_bench(error: str | None) -> str | None:
-    if error is None:
-        return None
-    for kind, words in VOID_BY.items():
-        if words in error:
-            return kind
-    return None
+    """Return the kind of fault that made a game void; None for another error, or none."""
+    return next((kind for kind, words in VOID_BY.items() if words in (error or "")), None)
 
 
 @dataclass
@@ -346,15 +325,13 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
                 "env_timeout_s": ENV_TIMEOUT_S,
                 "game_timeout_s": GAME_TIMEOUT_S,
                 "max_restarts": 10**6,
-                "restart_backoff_s": 0.0,
             },
             "engine": {
-                "kind": "bench.delayed_engine:DelayedEngine",
+                "kind": "bench.engines:DelayedEngine",
                 "devices": ["cpu", "cpu"],
                 "replies": [f"\\boxed{{[{move}]}}" for move in MOVES],
                 "max_model_len": 4096,
                 "max_generation_len": 32,
-                "stall_timeout_s": STALL_TIMEOUT_S,
             },
             # A scripted engine's log-probabilities are made up: no learner would agree with them.
             "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
@@ -369,6 +346,8 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
 
 
 async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> dict[str, Any]:
+    supervisor.BACKOFF_S = 0.0
+    setattr(wiring, "ENGINE_STALL_S", STALL_TIMEOUT_S)  # noqa: B010 (it was imported there)
     os.environ[LATENCY] = "0.3" if arguments["small"] else "1" if minutes < 10 else "2"
     rng = random.Random(arguments["seed"])
     first = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -20,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
@@ -38,6 +37,7 @@ from unstable_lite.transport.worker_main import WorkerSpec
 
 REPOSITORY = Path(__file__).parent.parent
 MB = 1e6
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,6 @@ class Options:
     seed: int
     small: bool
     """Use smoke-test sizes; the results mean nothing."""
-    profile: bool
-    simulate: bool = False
     device: str = "cpu"
 
 
@@ -69,7 +67,7 @@ class Subject:
     It is frozen between two measurements: it blocks on its stdin and does nothing else, even inside an event loop.
     """
 
-    def __init__(self, environment: Mapping[str, str], module: str, **arguments: Any) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         self.name = f"{module} {json.dumps(arguments)}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -140,9 +138,8 @@ class Subjects:
 
     def start_in(self, environment: Mapping[str, str], module: str, **arguments: Any) -> Subject:
         """Start a subject with these variables added to the environment of this process."""
-        subject = Subject(environment, module, **arguments)
-        self._subjects.append(subject)
-        return subject
+        self._subjects.append(Subject(module, environment, arguments))
+        return self._subjects[-1]
 
 
 class Questioner:
@@ -165,11 +162,8 @@ class Questioner:
 
 
 def memory_mb(which: Literal["now", "peak"]) -> float:
-    """Return the resident memory of this process in MB."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # without /proc only the peak is known
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 if sys.platform == "darwin" else 1e-3) / MB
+    """Return the resident memory of this process in MB. Needs Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     key = "VmRSS:" if which == "now" else "VmHWM:"
     return float(next(line for line in lines if line.startswith(key)).split()[1]) * 1024 / MB
 
@@ -189,19 +183,13 @@ def bench_config(**sections: Any) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def started_engine(
-    config: Config, threads: int, device: str = "cpu"
-) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
-    """Start one engine worker as a run does, without a learner. `device`: "cpu", or "cuda" for the first GPU."""
-    async with started_engines(config, 1, threads, {}, device) as (pool, processes):
-        yield pool, processes[0]
-
-
-@contextlib.asynccontextmanager
 async def started_engines(
-    config: Config, number: int, threads: int, environment: Mapping[str, str], device: str = "cpu"
+    config: Config, number: int, threads: int, environment: Mapping[str, str] = NO_VARIABLES, device: str = "cpu"
 ) -> AsyncIterator[tuple[EnginePool, list[WorkerProcess]]]:
-    """Start `number` engine workers with these variables added to an engine's environment."""
+    """Start `number` engine workers as a run does, without a learner. `device`: "cpu", or "cuda" for the first GPU.
+
+    `environment`: variables that are added to an engine's own.
+    """
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     place = "cpu" if device == "cpu" else 0
@@ -244,11 +232,8 @@ def unlimit_games_in_flight() -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process, all threads; NaN without /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return math.nan
+    """Return the processor time of a process, all threads. Needs Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -299,15 +284,6 @@ class Target:
         return value >= self.value if self.bound == "≥" else value <= self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Numbers in rows and columns."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[float | str | None, ...]]
-
-
 @dataclass(slots=True, kw_only=True)
 class Report:
     bench: str
@@ -318,10 +294,6 @@ class Report:
     """Ratios, and other metrics that have a target."""
     sizes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    tables: list[Grid] = field(default_factory=list)
-    """Computed values, and values that belong together in several columns."""
-    figure: str | None = None
-    """Plot as SVG, written beside the result."""
 
     def add(self, name: str, unit: str, samples: list[float], remark: str = "") -> Row:
         row = Row(name=name, unit=unit, samples=tuple(samples), remark=remark)
@@ -359,7 +331,6 @@ class Report:
             "rows": [row.to_json() for row in self.rows],
             "ratios": ratios,
             "notes": self.notes,
-            "tables": [asdict(table) for table in self.tables],
             **versions(),
         }
 
@@ -413,13 +384,6 @@ class Report:
                 remark = f"target {target.bound} {target.value:g}: {verdict}"
             table.add_row(*_cells(row, remark, baseline, "ratios"))
         console.print(table)
-        for grid in self.tables:
-            shown = Table(title=grid.title, title_justify="left", title_style="bold")
-            for column in grid.columns:
-                shown.add_column(column, justify="right")
-            for cells in grid.rows:
-                shown.add_row(*(_cell(cell) for cell in cells))
-            console.print(shown)
         for note in self.notes:
             console.print(f"  {note}", markup=False, highlight=False)
         if self.options.small:
@@ -440,12 +404,6 @@ def _cells(row: Row, remark: str, baseline: dict[str, Any] | None, kind: str) ->
         cells.append("–" if before is None else _number(before))
         cells.append("–" if not before or row.median is None else f"{row.median / before:.2f}")
     return cells
-
-
-def _cell(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "–" if value is None or not math.isfinite(value) else _number(value)
 
 
 def _number(value: float) -> str:

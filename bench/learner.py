@@ -25,7 +25,6 @@ import torch
 import transformers
 
 from bench import models
-from bench.allocations import peak_bytes
 from bench.harness import (
     MB,
     Failure,
@@ -48,7 +47,7 @@ from unstable_lite.learner import Learner, batching, load_learner
 from unstable_lite.learner.model import Policy
 from unstable_lite.orchestrator.workers import KEEP_MEMORY
 from unstable_lite.planning import memory
-from unstable_lite.planning.placement import decide_checkpointing
+from unstable_lite.planning.placement import Placement
 from unstable_lite.types import TokenIds, TrainItem
 
 MODULE = "bench.learner"
@@ -72,7 +71,6 @@ DEFAULT = "defaults"
 OPTIONS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "no checkpointing": {"learner": {"activation_checkpointing": False}},
-    **{f"logits of {n} tokens": {"learner": {"logits_chunk_tokens": n}} for n in (64, 256, 512, 1024)},
     "float32 base": {"learner": {"dtype": "float32"}},
     "bfloat16 base": {"learner": {"dtype": "bfloat16"}},
     "KL to the base": {"learner": {"kl_coefficient": 0.1}},
@@ -228,10 +226,12 @@ def config_of(directory: Path, algorithm: str = "reinforce", learner: Mapping[st
 def _decided(config: Config, device: str) -> Config:
     """Return the config with checkpointing decided as for a run. A GPU is shared with the processes of both peers."""
     learner = config.learner.model_copy(update={"gpu_memory_utilization": 0.5})
-    decided, _ = decide_checkpointing(
-        config.model_copy(update={"learner": learner}), (), ("cpu" if device == "cpu" else 0,)
+    placed = Placement(
+        config=config.model_copy(update={"learner": learner}),
+        engine_devices=(),
+        learner_devices=("cpu" if device == "cpu" else 0,),
     )
-    return decided
+    return config.model_copy(update={"learner": placed.decide_checkpointing()[0]})
 
 
 def make(arguments: dict[str, Any]) -> None:
@@ -374,7 +374,7 @@ def measure(questioner: Questioner) -> None:
                 torch.cuda.synchronize(device)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         is_counted = request.get("count")
-        counted = {"update_mb": peak_bytes(partial(update, items), device) / MB} if is_counted else {}
+        counted = {"update_mb": models.peak_bytes(partial(update, items), device) / MB} if is_counted else {}
         questioner.answer(
             {
                 "tokens_per_s": updates * num_tokens / seconds,
@@ -393,7 +393,7 @@ def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update,
 
     def counted(num_tokens: int) -> int:
         half = np.resize(some_ids, num_tokens // 2)
-        return peak_bytes(lambda: update([_item(half, half)]), arguments["device"])
+        return models.peak_bytes(lambda: update([_item(half, half)]), arguments["device"])
 
     config = config_of(Path(arguments["directory"]))
     shape = memory.shape_of(config.model_name)

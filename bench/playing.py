@@ -7,7 +7,7 @@ import contextlib
 import random
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unstable_lite.adapters.store import AdapterStore
@@ -15,18 +15,18 @@ from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec
 
 MANY = 1000
+"""Number of turns whose tokens are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +36,7 @@ class Playing:
     """Turns of finished games."""
     games: int = 0
     void: int = 0
-    lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Prompt tokens and new tokens of the first turns."""
+    tokens_of_first_turns: list[int] = field(default_factory=list)
 
     def begin_game(self, spec: GameSpec) -> None:
         pass
@@ -46,26 +45,29 @@ class Playing:
         self.turns += len(record.turns)
         self.games += 1
         self.void += record.end == "void"
-        for turn in record.turns if len(self.lengths) < MANY else ():
-            if turn.generation is not None:
-                self.lengths.append((len(turn.generation.prompt_ids), len(turn.generation.completion_ids)))
+        if len(self.tokens_of_first_turns) < MANY:
+            self.tokens_of_first_turns += [
+                len(turn.generation.completion_ids) for turn in record.turns if turn.generation
+            ]
+
+    @property
+    def tokens_a_turn(self) -> float:
+        """Mean over the first finished games. Turns follow from it and the engine's tokens, which come steadily."""
+        return sum(self.tokens_of_first_turns) / len(self.tokens_of_first_turns)
 
 
 @contextlib.asynccontextmanager
-async def playing(
-    config: Config, pool: EnginePool, num_games: int, padding: str = "", adapters: int = 0
-) -> AsyncIterator[Playing]:
+async def playing(config: Config, pool: EnginePool, num_games: int, adapters: int = 0) -> AsyncIterator[Playing]:
     """Keep `num_games` games in flight until the end of the block.
 
-    padding: text before every prompt; adapters: number of checkpoints in the league, besides the base.
+    adapters: number of checkpoints in the league, besides the base.
     """
-    templates = {name: replace(known, text=padding + known.text) for name, known in TEMPLATES.items()}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         store = AdapterStore(f"bench-{directory.name}", directory, bytes_needed=0)
         table = AdapterTable(max(adapters, 1))
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
-        registry = ModelRegistry(beta=config.league.trueskill_beta)
+        registry = ModelRegistry()
         for version in range(1, adapters + 1):
             await add_checkpoint(version, store, table, pool, registry)
         opponents = build_model_sampler(config, registry, random.Random(config.run.seed))
@@ -83,9 +85,8 @@ async def playing(
                 await asyncio.sleep(1.0)
                 tracker.log_update(0, {})
 
-        collector = Collector(
-            scheduler, buffer, PlayerFactory(pool.generate, templates), table, config.run, (played, tracker)
-        )
+        players = PlayerFactory(pool.generate)
+        collector = Collector(scheduler, buffer, players, table, config.run, (played, tracker))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [

@@ -88,7 +88,7 @@ def main() -> None:
         updates, started, norm = 0, time.perf_counter(), 0.0
         while updates == 0 or time.perf_counter() - started < request["seconds"]:
             distributed.broadcast(update)
-            norm = one._update_within_memory(items, update.version).metrics["policy_grad_norm"]
+            norm = one._make(update).metrics["policy_grad_norm"]
             updates += 1
         seconds = time.perf_counter() - started
         questioner.answer({"tokens_per_s": updates * num_tokens / seconds, "grad_norm": norm})

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine import MODELS, RANKS
+from bench.engines import Latency
 from bench.harness import (
     Options,
     Questioner,
@@ -39,7 +40,6 @@ from bench.harness import (
     cpu_seconds,
     unlimit_games_in_flight,
 )
-from bench.latency import Latency
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.dashboards.terminal import TerminalInterface
@@ -55,7 +55,7 @@ from unstable_lite.types import Generation
 MODULE = "bench.sustained"
 SLOTS = 32
 PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00001, slots=SLOTS)
-KINDS = {"embedded": "bench.forgetful_engine:ForgetfulEngine", "paced": "bench.latency:BatchingEngine", "vllm": "vllm"}
+KINDS = {"embedded": "bench.forgetful_engine:ForgetfulEngine", "paced": "bench.engines:BatchingEngine", "vllm": "vllm"}
 ON = {"cpu": ("embedded", "paced"), "cuda": ("embedded", "vllm")}
 IN_RUN, ALONE, BESIDE = "in a run", "alone", "alone, other core busy"
 WARM_UP_S = 2.0

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec, TemplateConfig, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmConfig
 from unstable_lite.config.training import Transformation
@@ -28,12 +28,53 @@ there.
 A config is a TOML file that names only the keys that differ from the defaults below. An unknown key is refused with the
 nearest known one; `python -m unstable_lite check FILE` prints every mistake at once, or the file with all defaults. Any
 key can be given on the command line as `section.key=value`. "none" means that a key has no value unless you set one.
+
+These are the keys that people set, with their defaults or an example:
+
+```toml
+COMMON```
+"""
+COMMON = """model_name = "builtin:tiny"               # or a hub's "Qwen/Qwen3-1.7B", a directory, a GGUF file
+algorithm = "reinforce"                   # or a2c, ppo, grpo, rloo
+[run]
+learning_steps = 200                      # number of updates
+num_collection_workers = 256              # training games in flight
+eval_games = 200                          # games of an evaluation of each eval env; default: 0
+eval_every = 10                           # updates between evaluations; default: only before and after
+seed = 0
+group_size = 1                            # games from each start, for grpo and rloo
+[engine]
+devices = "auto"                          # or a list: [1, 2, 3]
+temperature = 0.6
+max_generation_len = 4096                 # tokens of an answer
+max_model_len = 8192                      # tokens of prompt and answer
+[learner]
+devices = "auto"
+batch_size = 384                          # steps of an update
+learning_rate = 1e-5
+kl_coefficient = 0.0
+[lora]
+lora_rank = 32
+# initial_lora_path = "warm_start/adapter"
+[buffer]
+max_staleness = 8                         # age of trained steps, in updates
+[league]
+opponent_sampling_strategy = "none"       # or mirror, lagged, ts-dist, a table of several
+fixed_opponents = ["scripted:random"]
+[tracker]
+wandb_project = "games"                   # default: none
+[[train_envs]]
+env_id = "KuhnPoker-v0-train"
+num_players = 2
+num_actors = 2                            # seats of the policy
+[[eval_envs]]
+env_id = "KuhnPoker-v0-train"
+num_players = 2
+fixed_opponent = "scripted:random"
 """
 TOP = "Keys before the first section."
-ENVS = {
-    "train_envs": (TrainEnvSpec, "`[[train_envs]]`, at least once."),
-    "eval_envs": (EvalEnvSpec, "`[[eval_envs]]`, any number."),
-}
+ENVS = {"train_envs": (TrainEnvSpec, "at least once."), "eval_envs": (EvalEnvSpec, "any number.")}
+OF_ENVS = "Keys of each entry of `[[train_envs]]` and `[[eval_envs]]`."
 BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
 
 
@@ -45,15 +86,18 @@ def page() -> str:
         if isinstance(kind, type) and issubclass(kind, Section):
             sections += ["", f"## `[{name}]`", "", *_intro(kind), *_table(_rows(kind))]
             if name == "alarms":
-                sections += ["", "Each alarm is a table of:", "", *_table(_rows(AlarmConfig))]
+                sections += ["", "Each alarm is a table with two keys:", "", *_items(AlarmConfig)]
         elif name == "templates":
             sections += ["", "## `[templates.NAME]`", "", *_intro(TemplateConfig), *_table(_rows(TemplateConfig))]
         elif name in ENVS:
-            spec, intro = ENVS[name]
-            sections += ["", f"## `[[{name}]]`", "", intro, "", *_intro(spec), *_table(_rows(spec))]
+            spec, times = ENVS[name]
+            if name == "train_envs":
+                sections += ["", "## Environments", "", OF_ENVS, "", *_table(_rows(EnvSpec))]
+            rows = _rows(spec, but=EnvSpec)
+            sections += ["", f"## `[[{name}]]`", "", f"`[[{name}]]`, {times}", "", *_intro(spec), *_table(rows)]
         else:
             scalars.append(_row(name, _kind(kind, field.metadata), _written(field.default), field.description))
-    return "\n".join([HEAD, "## Top level", "", TOP, "", *_table(scalars), *sections, ""])
+    return "\n".join([HEAD.replace("COMMON", COMMON), "## Top level", "", TOP, "", *_table(scalars), *sections, ""])
 
 
 def _table(rows: list[str]) -> list[str]:
@@ -66,10 +110,15 @@ def _row(name: str, kind: str, default: str, description: str | None) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _rows(model: type[Section]) -> list[str]:
+def _items(model: type[Section]) -> list[str]:
+    return [f"- `{name}`: {' '.join((field.description or '').split())}" for name, field in model.model_fields.items()]
+
+
+def _rows(model: type[Section], but: type[Section] = Section) -> list[str]:
     return [
         _row(name, _kind(field.annotation, field.metadata), _default(field), field.description)
         for name, field in model.model_fields.items()
+        if name not in but.model_fields
     ]
 
 
@@ -91,7 +140,7 @@ def _written(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, AlarmConfig):
-        return f"`{value.threshold:g}`, {value.action}, {value.updates}"
+        return f"`{value.threshold:g}`, {value.action}"
     if isinstance(value, Path):
         value = str(value)
     return f"`{_inline(value)}`"

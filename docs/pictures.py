@@ -20,7 +20,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from unstable_lite.dashboards.report import write_report
-from unstable_lite.dashboards.run_view import RunView
+from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.top import MachineLoad, draw
 
 PICTURES = Path(os.environ.get("PICTURES", Path(__file__).parent / "pictures"))
@@ -32,7 +32,7 @@ WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, fla
 
 def picture_of_top(run: Path, path: Path) -> None:
     width, height = TOP_SIZE
-    view, load = RunView(run), MachineLoad()
+    view, load = RunDirectory(run), MachineLoad()
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=width, height=height, file=nowhere, highlight=False, force_terminal=True)
         view.refresh()

@@ -38,8 +38,8 @@ API = {
     "Reward transforms": [f"unstable_lite.reward_transformations.{name}" for name in ("final", "step", "sampling")],
     "Algorithms": [f"unstable_lite.learner.{name}" for name in ("Learner", "UpdateResult", "losses", "objective")],
     "Opponents": [
-        "unstable_lite.games.players.player",
-        *(f"unstable_lite.games.players.{name}" for name in ("scripted", "blind", "greedy", "optimal")),
+        "unstable_lite.games.players.policy.Player",
+        *(f"unstable_lite.games.players.{name}" for name in ("scripted", "blind", "lookahead")),
     ],
     "Engines": ["unstable_lite.engines.base"],
     "Types": ["unstable_lite.types"],

@@ -36,8 +36,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from unstable_lite.games.env_catalogue import BOARD_GAMES
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
-from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
+from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, greedy_actions, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.types import Observation
 

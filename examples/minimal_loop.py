@@ -18,9 +18,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from unstable_lite.games.answers import extract_boxed
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import random_legal_action
-from unstable_lite.games.templates import extract_boxed, format_prompt
+from unstable_lite.games.templates import format_prompt
 from unstable_lite.models import resolve_model
 from unstable_lite.tracking.intervals import wilson_interval
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import textarena as ta
 
-from unstable_lite.errors import ConfigError
+from unstable_lite.errors import ConfigError, EnvError
 
 try:  # all at once, because the imports take seconds, and the start of a game has a time limit
     from verifiers import JudgeRubric, MultiTurnEnv, OpenAIChatCompletionsClient, ToolEnv, load_environment
@@ -86,7 +86,7 @@ class VerifiersEnv(ta.Env):
             return
         result = self._rollout.result()
         if result["error"] is not None:
-            raise RuntimeError(f"the rollout failed: {result['error']}")
+            raise EnvError(f"the rollout failed: {result['error']}")  # of a service: not the policy's fault
         self.state.set_outcome(result["reward"], reason=result["stop_condition"])
         self.state.game_info[0]["metrics"] = result["metrics"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fakes.shared_runs import finished_run, sync_run  # noqa: F401
 from unstable_lite.engines.devices import count_gpus, vllm_usable
 
 # No test asserts a duration.
@@ -19,8 +20,6 @@ settings.load_profile("unhurried")
 
 NUM_GPUS = count_gpus()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
 ROOT = Path(__file__).parent.parent
 OWN_MODULES = {
     "unstable_lite",

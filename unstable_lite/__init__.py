@@ -15,24 +15,26 @@ if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.config.games import EvalEnvSpec as EvalEnvSpec
     from unstable_lite.config.games import TrainEnvSpec as TrainEnvSpec
     from unstable_lite.dashboards.terminal import TerminalInterface as TerminalInterface
+    from unstable_lite.evaluation.calls import evaluate as evaluate
+    from unstable_lite.evaluation.calls import exploitability as exploitability
     from unstable_lite.league.game_scheduler import GameScheduler as GameScheduler
     from unstable_lite.league.model_registry import ModelRegistry as ModelRegistry
-    from unstable_lite.learner.algorithms.a2c import A2CLearner as A2CLearner
-    from unstable_lite.learner.algorithms.grpo import GRPOLearner as GRPOLearner
+    from unstable_lite.learner.algorithms.ppo import GRPOLearner as GRPOLearner
     from unstable_lite.learner.algorithms.ppo import PPOLearner as PPOLearner
+    from unstable_lite.learner.algorithms.reinforce import A2CLearner as A2CLearner
     from unstable_lite.learner.algorithms.reinforce import REINFORCELearner as REINFORCELearner
     from unstable_lite.orchestrator.run import Run as Run
+    from unstable_lite.rollout.buffer import EpisodeBuffer as EpisodeBuffer
     from unstable_lite.rollout.collector import Collector as Collector
-    from unstable_lite.rollout.episode_buffer import EpisodeBuffer as EpisodeBuffer
     from unstable_lite.rollout.step_buffer import StepBuffer as StepBuffer
     from unstable_lite.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
-    "A2CLearner": "learner.algorithms.a2c",
+    "A2CLearner": "learner.algorithms.reinforce",
     "Collector": "rollout.collector",
-    "EpisodeBuffer": "rollout.episode_buffer",
+    "EpisodeBuffer": "rollout.buffer",
     "EvalEnvSpec": "config.games",
-    "GRPOLearner": "learner.algorithms.grpo",
+    "GRPOLearner": "learner.algorithms.ppo",
     "GameScheduler": "league.game_scheduler",
     "ModelRegistry": "league.model_registry",
     "PPOLearner": "learner.algorithms.ppo",
@@ -43,6 +45,8 @@ _HOMES = {
     "Tracker": "tracking.tracker",
     "TrainEnvSpec": "config.games",
     "build": "api",
+    "evaluate": "evaluation.calls",
+    "exploitability": "evaluation.calls",
 }
 _MODULES = {
     "errors": "errors",

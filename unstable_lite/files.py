@@ -1,17 +1,21 @@
 """JSON Lines on disk, written and read in parts of bounded size, of which the full ones are compressed.
 
-Owns the file names, and guarantees that a crash costs only the line being written. Knows nothing of a line's content.
+Owns the file names, and guarantees that a crash costs only the line being written, and that no file is written through
+a link. Knows nothing of a line's content but the types of some keys.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import io
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from unstable_lite.errors import UnstableError
+from unstable_lite.errors import ConfigError, UnstableError
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +34,62 @@ MAX_LINE_BYTES = 256 << 20
 """Longest record; a compressed part of a megabyte could hold a line of a gigabyte."""
 
 
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a file as `os.open` does, and create it if absent. Raises OSError for a link and for a FIFO."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
+
+
+def open_log(path: Path) -> io.FileIO:
+    """Open a log to append to, and make its directory, which a person may have removed. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return io.FileIO(open_to_write(path, os.O_APPEND), "ab")
+
+
+def check_links(directory: Path) -> None:
+    """Raise ConfigError if a link in a run directory leads out of it, or an entry is neither a file nor a directory.
+
+    The run may be another person's: nothing may be read or written elsewhere, and no FIFO be waited for. `directory`
+    itself may be a link.
+    """
+    root = os.path.realpath(directory)
+    for path in (Path(place, name) for place, *names in os.walk(root) for name in itertools.chain(*names)):
+        with contextlib.suppress(FileNotFoundError):  # the run is in progress
+            mode = path.lstat().st_mode
+            is_log_of_wandb = path.name == "debug-core.log" and path.is_relative_to(f"{root}/wandb")
+            if stat.S_ISLNK(mode) and not (is_log_of_wandb or Path(os.path.realpath(path)).is_relative_to(root)):
+                raise ConfigError(f"{path} is a link to {path.readlink()}, outside of the run; remove it")
+            if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ConfigError(f"{path} is neither a file nor a directory; remove it")
+
+
+_TYPES: dict[str, Any] = {"step": int, "n": int, "models": dict[str, list[Any]], "matches": list[list[Any]]}
+_TYPES |= dict.fromkeys(("label", "model", "env_id", "opponent", "kind", "end", "text", "cell"), str)
+_TYPES |= {"eval_label": str | None, "points": float | None, "mean_reward": float | None}
+_LINE = msgspec.defstruct("Line", [(key, kind | msgspec.UnsetType, msgspec.UNSET) for key, kind in _TYPES.items()])
+"""Keys with one type in every file that has them, on which readers rely."""
+
+
+class Record(dict[str, Any]):
+    """Record of a file, whose missing keys are an UnstableError with its place."""
+
+    where: str
+
+    def __missing__(self, key: str) -> Any:
+        raise UnstableError(f"{self.where} has no {key!r}; remove it to read the rest")
+
+
 class AppendFile:
     """A file that grows by whole pieces: a write that finds no room leaves nothing behind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = io.FileIO(open_to_write(path, os.O_APPEND), "ab")
         self.size = self._file.tell()
 
     def write(self, content: bytes) -> None:
         """Hand `content` to the operating system before returning. Raises OSError, with the path."""
         if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed: further writes would be lost with it
-            new_file = self.path.open("ab", buffering=0)
+            new_file = io.FileIO(open_to_write(self.path, os.O_APPEND), "ab")
             self._file.close()
             self._file, self.size = new_file, new_file.tell()
         written = 0
@@ -122,6 +170,8 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
+        partial.unlink(missing_ok=True)  # left behind by a process that died, or a link
+        os.close(open_to_write(partial, os.O_EXCL))
         yield partial
         partial.rename(path)
     except OSError as error:
@@ -165,7 +215,10 @@ def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> i
     if not path.exists():
         return 0
     records = list(read_part(path))
-    kept = [record for record in records if is_kept(record)]
+    kept = []
+    for record in records:
+        with understood(record.where):
+            kept += [record] * bool(is_kept(record))
     if path.suffix != ".gz":  # rewritten in any case, to remove an unfinished line
         with replaced(path) as partial:
             partial.write_bytes(b"".join(to_line(record) for record in kept))
@@ -174,7 +227,7 @@ def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> i
     return len(kept)
 
 
-def read_part(path: Path) -> Iterator[dict[str, Any]]:
+def read_part(path: Path) -> Iterator[Record]:
     """Yield the records of one file, `.gz` or not. Raises UnstableError for a line that is not a record; OSError."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
@@ -188,15 +241,17 @@ def read_part(path: Path) -> Iterator[dict[str, Any]]:
             raise UnstableError(f"{path} is damaged ({error}); move it away to read the rest") from None
 
 
-def parsed_line(line: bytes, where: str) -> dict[str, Any]:
-    """Parse one record. Raises UnstableError if the line is not a JSON table."""
+def parsed_line(line: bytes, where: str) -> Record:
+    """Parse one record. Raises UnstableError if the line is not a JSON table, or if a key has a wrong type."""
     try:
         record = json.loads(line)
+        msgspec.convert(record, _LINE)
     except (ValueError, RecursionError) as error:
-        raise UnstableError(f"{where} is not JSON ({error}); remove it to read the rest") from None
-    if not isinstance(record, dict):
-        raise UnstableError(f"{where} is not a JSON table; remove it to read the rest")
-    return record
+        what = "a record" if isinstance(error, msgspec.ValidationError) else "JSON"
+        raise UnstableError(f"{where} is not {what} ({error}); remove it to read the rest") from None
+    found = Record(record)
+    found.where = where
+    return found
 
 
 @contextlib.contextmanager
@@ -233,8 +288,7 @@ def _compress(part: Path) -> None:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if (end := content.rfind(b"\n") + 1) < len(content):
-        os.truncate(path, end)
+    if path.is_file():
+        end = path.read_bytes().rfind(b"\n") + 1
+        with io.FileIO(open_to_write(path, 0), "wb") as file:
+            file.truncate(end)

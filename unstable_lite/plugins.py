@@ -11,21 +11,20 @@ import inspect
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.errors import ConfigError, UnstableError, described
 
 T = TypeVar("T")
 
-_PLAIN_TYPES: dict[str, tuple[type, ...]] = {
-    "float": (float, int),
-    "int": (int,),
-    "bool": (bool,),
-    "str": (str,),
-}
+_PLAIN_TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
+_importing = threading.local()
+"""Has `depth`, the number of modules that this thread is importing because a config names them."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -43,15 +42,33 @@ def find(what: str, name: str, known: Mapping[str, T]) -> T:
     if not colon or name.startswith("."):
         raise ConfigError(f"unknown {what} {name!r}; {suggestion(name, known)}")
     try:
-        module = importlib.import_module(module_name)
+        module = import_module(module_name)
     except (Exception, SystemExit) as error:  # plugin code may raise anything; report it
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ImportError) else described(error)
         raise ConfigError(f"{what} {name!r}: cannot import {module_name!r}: {reason}") from error
     try:
         found: T = getattr(module, attribute)
     except AttributeError as error:
         raise ConfigError(f"{what} {name!r}: {module_name!r} has no {attribute!r}") from error
     return found
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module that a config names; `check_not_imported` refuses a start within it."""
+    _importing.depth = getattr(_importing, "depth", 0) + 1
+    try:
+        return importlib.import_module(name)
+    finally:
+        _importing.depth -= 1
+
+
+def check_not_imported() -> None:
+    """Raise ConfigError if this thread is importing a module that a config names, here or in a worker."""
+    if getattr(_importing, "depth", 0):
+        raise ConfigError(
+            "this file starts a run or an evaluation when it is imported for a class that a config names: put the "
+            'start under `if __name__ == "__main__":`'
+        )
 
 
 def name_of(what: str, plugin: type) -> str:
@@ -91,7 +108,7 @@ def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str
     except UnstableError:
         raise
     except Exception as error:  # plugin code may raise anything; report it
-        raise ConfigError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} {name!r}: {described(error)}") from error
 
 
 def check_keywords(what: str, name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:

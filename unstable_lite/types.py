@@ -32,6 +32,16 @@ rules and the newest board."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
 """End of a game: by its rules, by an invalid move, by our turn cap, or because it failed or took too long."""
 
+CONTEXT_FULL, ENV_RAISED = "context_full", "env_raised"
+PROMPT_TOO_LONG, BUDGET_SPENT = "prompt_too_long", "budget_spent"
+REASONS = (
+    *(CONTEXT_FULL, ENV_RAISED, PROMPT_TOO_LONG, BUDGET_SPENT, "engine_failed", "opponent_failed", "game_timeout"),
+    *("env_timeout", "env_died", "env_failed", "timeout", "network", "os_error", "out_of_memory", "process_died"),
+    "failed",
+)
+"""Reasons of ends that a game's rules, an invalid move or the turn cap do not explain; docs/games.md explains each. All
+but the first two make a game void."""
+
 BASE = "base"
 """Uid of the model without an adapter, and its name as an opponent."""
 INITIAL = "initial"
@@ -232,9 +242,11 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     format_ok: bool
     """Whether this turn's answer was in the place that the template requests."""
     is_out: bool = False
-    """Whether this turn was an invalid move that ended the player's part in the game."""
+    """Whether the player's part in the game ended after this turn: by an invalid move, or as the rules say."""
     branch_turn: int | None = None
     """Number of the game's first turn if it began at a state within an earlier game; None: it began at its start."""
+    reason: str = ""
+    """Reason of the end, `GameRecord.reason`."""
 
     @property
     def opponent_kinds(self) -> str:
@@ -315,12 +327,16 @@ class GameRecord:
     rewards: dict[int, float]
     outcomes: dict[int, Outcome]
     end: GameEnd
+    teams: dict[int, str] | None = None
+    """Label of each player's team, if players win and lose together."""
     invalid_pids: tuple[int, ...] = ()
     """Players whose last turn was an invalid move, unless they could still repeat it. If `end` is "invalid", it ended
     the game; else only their part."""
     game_info: dict[int, Any] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0
+    reason: str = ""
+    """One of `REASONS`; empty if `end` explains the end: by the rules, an invalid move or the turn cap."""
 
     @property
     def adapter_versions(self) -> list[int | None]:

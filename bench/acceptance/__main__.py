@@ -27,7 +27,6 @@ def main() -> None:
         minutes=1.0,
         seed=int(seed),
         small=small,
-        profile=False,
         device=device,
     )
     outcome: dict[str, Any]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bench.engine import MODELS, RANKS, config_of, make
 from bench.handoff import step
-from bench.harness import Failure, Options, Report, Target, cores, letters, started_engine
+from bench.harness import Failure, Options, Report, Target, cores, letters, started_engines
 from unstable_lite.config import Config
 from unstable_lite.engines.devices import choose_engine, vllm_usable
 from unstable_lite.learner.client import train_items
@@ -80,7 +80,7 @@ async def _generations(
     rng = random.Random(options.seed)
     texts = [letters(rng, 100) for _ in range(prompts)]
     threads = cores() if options.device == "cpu" and not options.small else ENGINE_THREADS_ON_GPU
-    async with started_engine(config, threads, options.device) as (pool, _):
+    async with started_engines(config, 1, threads, device=options.device) as (pool, _):
         (engine,) = pool.engines
         for version in VERSIONS[1:]:
             await pool.load_adapter(version, directory / f"v{version}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.harness import MB, REPOSITORY, Failure, Grid, Options, Report, Target
+from bench.harness import MB, REPOSITORY, Failure, Options, Report, Target
 from unstable_lite.files import read_records
 from unstable_lite.tracking.run_directory import LIVE, RUNS
 
@@ -106,9 +106,7 @@ def learning(options: Options, out: Path) -> Report:
     run = TrainingRun("learning", options, out, "engine.when_shared=split", *short)
     run.add_end(report, updates=3 if options.small else 1)
     evaluations = run.records("eval.jsonl")
-    columns = ("label", "opponent", "n", "wins", "win_rate", "points")
-    rows = [tuple(line[column] for column in columns) for line in evaluations]
-    report.tables.append(Grid(title="evaluations", columns=columns, rows=rows))
+    report.notes += [f"{line['label']}, {line['opponent']}: {line['wins']} of {line['n']} won" for line in evaluations]
     of_random = [line for line in evaluations if line["opponent"] == OPPONENT]
     shares = [line["win_rate"] for line in of_random[-1:]]
     remark = "".join(f"{line['wins']} of {line['n']} games, 95 %: {line['interval']}" for line in of_random[-1:])

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from unstable_lite.games.answers import find_extraction
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.player import Player
-from unstable_lite.games.templates import TEMPLATES, find_extraction
+from unstable_lite.games.players.policy import Player
+from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, Reply
 

@@ -1,8 +1,8 @@
 """Whole training as in the reference: `python -m bench.peers.reference_run ARGUMENTS`, for `bench end_to_end`.
 
 Stands for its `build(...).start(...)` on one engine and one learner:
-- collecting: a Ray task a game, blocking calls to an actor on a 20 ms tick (`ray_tasks.py`, `ticking_engine.py`); where
-  Ray is not installed, a thread a game and the same actor in a process;
+- collecting: blocking calls to an actor on a 20 ms tick (`ticking_engine.py`), here from a thread for each game, which
+  costs less than its Ray task;
 - the buffer: twice the batch, random eviction beyond that, no bound on age; the learner looks every 0.2 s and starts at
   1.5 times the batch;
 - the update (`reference_update.py`), the adapter written to disk, registered, loaded by the engine. A game keeps the
@@ -25,13 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 
 from bench.harness import Questioner
-from bench.peers import HAS_RAY, ray_tasks
 from bench.peers.blocking import play
 from bench.peers.reference_update import TextStep, update
 from bench.peers.stop_watch import Over, StopWatch
@@ -43,7 +42,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
@@ -52,14 +51,6 @@ from unstable_lite.types import GameRecord, GameSpec, Step
 POLL_S = 0.2
 DELAY = 1.5
 """Number of waiting steps, in batches, at which a batch is drawn."""
-
-
-class Games(Protocol):
-    @property
-    def specs(self) -> list[GameSpec]:
-        """Adapter versions of the games in flight."""
-
-    def next_finished(self, timeout_s: float) -> GameRecord | None: ...
 
 
 class GameThreads:
@@ -77,9 +68,11 @@ class GameThreads:
 
     @property
     def specs(self) -> list[GameSpec]:
+        """Specs of the games in flight."""
         return list(self._in_flight.values())
 
     def next_finished(self, timeout_s: float) -> GameRecord | None:
+        """Return the record of a finished game and start another one; None if none ends within the time."""
         done, _ = wait(self._in_flight, timeout_s, FIRST_COMPLETED)
         if not done:
             return None
@@ -129,7 +122,7 @@ class League:
 
     def __init__(self, config: Config) -> None:
         self._lock = threading.Lock()
-        self._registry = ModelRegistry(beta=config.league.trueskill_beta)
+        self._registry = ModelRegistry()
         opponents = build_model_sampler(config, self._registry, random.Random(config.run.seed))
         self._scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
 
@@ -142,37 +135,10 @@ class League:
             self._registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)
 
 
-class Engine(Protocol):
-    """Blocking calls of the actor."""
-
-    def load_adapter(self, version: int, path: str, needed: set[int]) -> None: ...
-
-    def num_waiting(self) -> int: ...
-
-    def go_on(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-
-class RayEngine:
-    """Local stand-in of the actor."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments: self._ray.get(getattr(self._actor, name).remote(*arguments))
-
-
 @contextlib.contextmanager
-def collecting(config: Config, league: League) -> Iterator[tuple[Engine, Games]]:
+def collecting(config: Config, league: League) -> Iterator[tuple[Any, GameThreads]]:
+    """Yield the proxy of a TickingEngine, and the games that ask it."""
     num_games = config.run.num_collection_workers
-    if HAS_RAY:
-        with ray_tasks.started_ray() as ray:
-            actor = ray_tasks.engine_actor(ray, config, make_plan(config).engine_threads, num_games)
-            yield RayEngine(ray, actor), ray_tasks.GameTasks(ray, actor, league.next_spec, num_games)
-        return
     pool = ThreadPoolExecutor(num_games)
     try:
         with in_a_process(config, make_plan(config).engine_threads) as engine:
@@ -236,25 +202,25 @@ def _learn(
     )
 
 
-def _collect(games: Games, buffer: Buffer, is_over: threading.Event) -> None:
+def _collect(games: GameThreads, buffer: Buffer, is_over: threading.Event) -> None:
     while not is_over.is_set():
         if (record := games.next_finished(0.1)) is not None:
             buffer.add(record)
 
 
-def _check(collector: threading.Thread, clock: StopWatch, engine: Engine) -> None:
+def _check(collector: threading.Thread, clock: StopWatch, engine: Any) -> None:
     assert collector.is_alive(), "the thread that collects has died; see above"
     if clock.is_late:
         _stand_still(clock, engine, None, None)
 
 
-def _stand_still(clock: StopWatch, engine: Engine, version: int | None, path: Path | None) -> None:
+def _stand_still(clock: StopWatch, engine: Any, version: int | None, path: Path | None) -> None:
     engine.pause()
     clock.tell(version, path)
     engine.go_on()
 
 
-def _versions(games: Games) -> set[int]:
+def _versions(games: GameThreads) -> set[int]:
     """Return the versions, except the base, that games in flight may still request."""
     versions = {agent.model.adapter_version for spec in games.specs for agent in spec.agent_specs}
     return {version for version in versions if version}

@@ -3,7 +3,7 @@
 Represents `submit_prompt(prompt, adapter) -> text` and a loop that sleeps 20 ms before it looks at its queue and steps
 the engine; nothing but text comes back. Any of this project's engines can be inside. The step's own time counts towards
 the tick, as if vLLM's core computed in its own process while the actor sleeps. Leaves out the actor's reports
-and its stall detector. Runs in the process that makes it: a Ray actor, or a manager's process.
+and its stall detector. Runs in a manager's process, in place of a Ray actor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
-from bench.peers.blocking import Submit
 from unstable_lite.config import Config
 from unstable_lite.engines.base import load_engine
 from unstable_lite.errors import RequestError
-from unstable_lite.transport.messages import Failed, Generate, Progress
+from unstable_lite.transport.messages import Failed, Generate
 from unstable_lite.transport.worker_main import WorkerSpec
 
 TICK_S = 0.02
@@ -97,8 +96,6 @@ class TickingEngine:
                 self._take()
                 if self._engine.has_unfinished():
                     for reply in self._engine.step():
-                        if isinstance(reply, Progress):
-                            continue
                         answer = self._running.pop(reply.request_id)
                         if isinstance(reply, Failed):
                             answer.set_exception(RequestError(reply.error))
@@ -137,8 +134,3 @@ def in_a_process(config: Config, threads: int, tick_s: float = TICK_S) -> Iterat
     """Proxy to a TickingEngine in its own process; each calling thread has its own connection."""
     with _Manager(ctx=get_context("spawn")) as manager:
         yield manager.TickingEngine(config.model_dump_json(), threads, tick_s)  # type: ignore[attr-defined]
-
-
-def submit_to(engine: Any) -> Submit:
-    submit: Submit = engine.submit_prompt
-    return submit

@@ -17,8 +17,8 @@ from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config, parse_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.openspiel.flatten import flatten
-from unstable_lite.planning.exact import exact_envs
+from unstable_lite.games.openspiel.game_tree import flatten
+from unstable_lite.planning.envs import exact_envs
 from unstable_lite.planning.plan import make_plan
 
 AVERAGE = "exploitability_average"

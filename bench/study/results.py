@@ -6,6 +6,7 @@ Owns the format: the effective config of each arm once, and one record for each 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import time
@@ -20,9 +21,8 @@ from bench.study.averaging import average_exploitability
 from bench.study.reading import AVERAGE, Arm, Checked, Measure, as_stored, digest, digest_of, series_of
 from bench.study.statistics import summarise
 from unstable_lite.adapters.peft_files import WEIGHTS
-from unstable_lite.config.reading import parse_config
-from unstable_lite.dashboards.report.runs import differences, flat
-from unstable_lite.dashboards.run_view import RunView
+from unstable_lite.config.reading import drop_removed, parse_config
+from unstable_lite.dashboards.run_directory import RunDirectory, differences, flat
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced, understood
 from unstable_lite.planning.trust import CONFIG
@@ -70,7 +70,9 @@ class Results:
         shown = [] if record["run_seed"] == seed_now else [f"run.seed: {record['run_seed']} → {seed_now}"]
         if record["config"] == digest(config):
             return shown
-        stored, problems = parse_config(self.configs[record["config"]])  # keys that are new since then have defaults
+        raw = copy.deepcopy(self.configs[record["config"]])
+        drop_removed(raw)
+        stored, problems = parse_config(raw)  # keys that are new since then have defaults
         if problems or stored is None:
             return [*shown, *problems]
         rows = differences([dict(flat(as_stored(one))) for one in (stored, config)])
@@ -128,7 +130,7 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
     """Add the record of a finished run, and return it. Raises UnstableError if its files cannot be read."""
     config, before = checked.configs[arm.name], results.runs.get((arm.name, seed), {})
     is_known = before.get("directory") == directory.name  # it is read again for another measure
-    view = RunView(directory)
+    view = RunDirectory(directory)
     view.refresh()
     with understood(directory):
         curves = _curves(view)
@@ -183,7 +185,7 @@ def value_of(measure: Measure, curve: Sequence[tuple[int, float]]) -> float | No
     return float(f"{TAKE[measure.take]([value for _, value in values]):.6g}") if values else None
 
 
-def _curves(view: RunView) -> dict[str, Curve]:
+def _curves(view: RunDirectory) -> dict[str, Curve]:
     """Return the values of each metric and of each evaluation with a quota, by update."""
     curves: dict[str, dict[int, float]] = {}
     for series, update, value in (*_metrics(view), *_evaluations(view)):
@@ -192,12 +194,12 @@ def _curves(view: RunView) -> dict[str, Curve]:
     return {series: sorted(curve.items()) for series, curve in curves.items()}
 
 
-def _metrics(view: RunView) -> Iterator[tuple[str, int, float | None]]:
+def _metrics(view: RunDirectory) -> Iterator[tuple[str, int, float | None]]:
     for line in view.lines("metrics"):
         yield from ((name, line["step"], value) for name, value in line.items() if name not in ("step", "time"))
 
 
-def _evaluations(view: RunView) -> Iterator[tuple[str, int, float | None]]:
+def _evaluations(view: RunDirectory) -> Iterator[tuple[str, int, float | None]]:
     for line in view.lines("eval"):
         if line["label"] != "concurrent" and line["n"]:
             for value in ("points", "win_rate", "mean_reward"):

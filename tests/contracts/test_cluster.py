@@ -116,22 +116,21 @@ def test_manifests_match_the_schemas_of_kubernetes() -> None:
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_config_in_the_manifests_is_valid_and_names_their_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ADAPTER_RECEIVER_API_KEY", "from the secret")
+def test_config_in_the_manifests_is_valid_and_names_their_servers_and_volume(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(manifest("ConfigMap")["data"]["run.toml"])
-    plan = load_plan(config, (f"run.output_dir={tmp_path}",))
-    servers = manifest("StatefulSet")["spec"]
+    plan = load_plan(config, (f"run.output_dir={tmp_path}", f"engine.adapter_folder={tmp_path}"))
+    servers, run = manifest("StatefulSet")["spec"], manifest("Job")["spec"]["template"]["spec"]
     names = [f"vllm-{index}.{servers['serviceName']}" for index in range(servers["replicas"])]
     assert plan.config.engine.urls == tuple(f"http://{name}:8000" for name in names)
-    assert plan.config.engine.adapter_receivers == tuple(f"http://{name}:8001" for name in names)
-    vllm, receiver = servers["template"]["spec"]["containers"]
+    (vllm,) = servers["template"]["spec"]["containers"]
     flags = dict(flag.lstrip("-").partition("=")[::2] for flag in vllm["args"])
     assert flags["model"] == plan.config.model_name
     assert int(flags["max-lora-rank"]) >= plan.config.lora.lora_rank
     assert int(flags["max-loras"]) >= plan.config.engine.max_loras
     assert int(flags["max-model-len"]) >= plan.config.engine.max_model_len
-    folders = [mount["mountPath"] for one in (vllm, receiver) for mount in one["volumeMounts"]]
-    assert folders.count("/adapters") == 2 and "--folder=/adapters" in receiver["args"]
+    assert 'adapter_folder = "/adapters"' in config.read_text()
+    for pod, container in ((servers["template"]["spec"], vllm), (run, run["containers"][0])):
+        (mount,) = (one for one in container["volumeMounts"] if one["mountPath"] == "/adapters")
+        (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+        assert volume["persistentVolumeClaim"]["claimName"] == "unstable-adapters"

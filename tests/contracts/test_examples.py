@@ -19,9 +19,9 @@ from unstable_lite.tracking.run_directory import to_toml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-OTHERS = ("make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
+OTHERS = ("export_csv", "make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
 SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / f"{name}.py" for name in OTHERS})
-"""Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
+"""Scripts that start a run; the others have tests of their own."""
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 """Studies, which tests/integration/bench/test_study.py reads."""
 NAMES = {files[0]: name for name, files in NEW.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 
 from unstable_lite.errors import UnstableError
@@ -12,6 +13,8 @@ from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     if spec.rank == 0:
         time.sleep(0.5)
-        raise RuntimeError("[/gloo/pair.cc:553] Connection closed by peer")
+        raise ConnectionError("[/gloo/pair.cc:553] Connection closed by peer")
     atexit.register(time.sleep, 60)
+    if "OWN_CODE" in os.environ:
+        raise KeyError("name")
     raise UnstableError("lower this or that")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fakes.game_records import make_spec
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import GameRecord, ModelRef
 
 
 async def endpoint_games(
@@ -19,30 +20,12 @@ async def endpoint_games(
     async def no_engine(*_: object) -> None:
         raise AssertionError
 
-    agents = tuple(
-        AgentSpec(
-            pid=pid,
-            model=ModelRef(uid=f"fixed-{name}", kind="fixed", name=name),
-            collect_data=False,
-            prompt_template=prompt_template,
-            action_extraction_fn="default",
-        )
-        for pid, name in enumerate((model, "scripted:random"))
-    )
-    records = []
+    models = [ModelRef(uid=f"fixed-{name}", kind="fixed", name=name) for name in (model, "scripted:random")]
+    env, records = {"env_id": "TicTacToe-v0-train", "prompt_template": prompt_template, "kind": "eval"}, []
     async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
         for seed in range(num_games):
-            spec = GameSpec(
-                game_idx=seed,
-                kind="eval",
-                env_id="TicTacToe-v0-train",
-                num_players=2,
-                seed=seed,
-                agent_specs=agents,
-                max_turns=9,
-            )
-            record = new_record(spec)
-            await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
+            record = new_record(make_spec(*models, game_idx=seed, seed=seed, **env))
+            await run_game(record, make_in_process(record.spec), seats.players(record.spec), max_action_chars=100)
             assert record.end in ("natural", "invalid")
             records.append(record)
         return records, seats.metrics()

@@ -1,14 +1,44 @@
-"""Listener that keeps the records of games."""
+"""Records of games made by hand, and listeners that keep records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from unstable_lite.types import GameRecord, GameSpec
+import numpy as np
+
+from unstable_lite.games.environments import outcomes_from_rewards
+from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, Generation, ModelRef
+
+
+def make_generation(ids: Sequence[int], logprobs: Sequence[float] | None = None, **changes: Any) -> Generation:
+    """Return a completion of these tokens, with log-probabilities of 0 by default."""
+    given = {"text": "", "finish_reason": "stop", "adapter_version": 1} | changes
+    return Generation(
+        prompt_ids=np.array(given.pop("prompt_ids", [1]), np.int32),
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.array(np.zeros(len(ids)) if logprobs is None else logprobs, np.float32),
+        **given,
+    )
+
+
+def make_spec(*models: ModelRef, kind: GameKind = "train", trained: Sequence[int] = (), **changes: Any) -> GameSpec:
+    """Return a game with these models at its seats, of which those at the seats `trained` are trained on."""
+    asked = {"prompt_template": changes.pop("prompt_template", "tiny"), "action_extraction_fn": "default"}
+    agents = [AgentSpec(pid=pid, model=of, collect_data=pid in trained, **asked) for pid, of in enumerate(models)]
+    given = {"game_idx": 0, "env_id": "E", "num_players": len(models), "seed": 2, "max_turns": 9} | changes
+    return GameSpec(kind=kind, agent_specs=tuple(agents), **given)
+
+
+def make_record(spec: GameSpec, *rewards: float, **changes: Any) -> GameRecord:
+    """Return a finished game with these rewards by seat, without turns by default."""
+    by_pid = dict(enumerate(rewards))
+    results = {"rewards": by_pid, "outcomes": outcomes_from_rewards(by_pid), "end": "natural"}
+    return GameRecord(spec=spec, **{"turns": [], "trajectories": []} | results | changes)
 
 
 class Records(list[GameRecord]):
-    """Finished games in the order in which they were counted."""
+    """Listener: finished games in the order in which they were counted."""
 
     def begin_game(self, spec: GameSpec) -> None:
         pass
@@ -17,11 +47,8 @@ class Records(list[GameRecord]):
         self.append(record)
 
 
-class Observer:
+class Observer(Records):
     """Listener that calls a function for every finished game."""
 
     def __init__(self, observe: Callable[[GameRecord], None]) -> None:
-        self.add_record = observe
-
-    def begin_game(self, spec: GameSpec) -> None:
-        pass
+        self.add_record = observe  # type: ignore[method-assign]

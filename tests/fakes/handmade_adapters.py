@@ -25,12 +25,9 @@ def write_adapter(directory: Path, arrays: Arrays, base: str = "builtin:tiny", *
 def small(seed: int = 0, is_zero: bool = False, rank: int = 4) -> Arrays:
     """Return the matrices of one pair, of no particular model."""
     rng = np.random.default_rng(seed)
-    a, b = rng.normal(size=(rank, 6)), rng.normal(size=(8, rank))
+    pair = {"A": rng.normal(size=(rank, 6)), "B": rng.normal(size=(8, rank)) * (not is_zero)}
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    return {
-        name.format("A"): a.astype(np.float32),
-        name.format("B"): (0 * b if is_zero else b).astype(np.float32),
-    }
+    return {name.format(part): matrix.astype(np.float32) for part, matrix in pair.items()}
 
 
 def write_run(directory: Path, config: Path, checkpoints: int) -> Path:

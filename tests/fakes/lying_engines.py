@@ -73,6 +73,9 @@ class ServesBaseForSome(ServesBaseUnderTheRightName):
     def load_adapter(self, version: int, path: Path) -> str:
         return TransformersEngine.load_adapter(self, version, path)
 
+    def confirm_adapter(self, version: int) -> str:
+        return TransformersEngine.confirm_adapter(self, version)
+
     def unload_adapter(self, version: int) -> None:
         TransformersEngine.unload_adapter(self, version)
 

@@ -10,8 +10,7 @@ from typing import Any
 import textarena.envs.Nim.env as nim
 
 from unstable_lite.games import env_worker
-from unstable_lite.games.call_file import NO_GAME
-from unstable_lite.games.env_worker import main
+from unstable_lite.games.env_worker import NO_GAME, main
 
 __all__ = ["main"]
 

@@ -52,6 +52,22 @@ def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
     return directory
 
 
+def make_multimodal(directory: Path) -> Path:
+    """Save a Gemma 3 with a vision tower whose projections have the names of the text decoder's."""
+    import torch
+    import transformers
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    text = shape | {"vocab_size": 288, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64}
+    vision = shape | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    ids = {"image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202, "mm_tokens_per_image": 4}
+    make_tokenizer(directory)
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **ids)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(directory)
+    return directory
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
-
+from fakes.game_records import make_generation
 from unstable_lite.games.players.scripted import random_legal_action
 from unstable_lite.types import Generation
 
@@ -16,11 +15,5 @@ class RandomPolicy:
         self._rng = random.Random(seed)
 
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
-        return Generation(
-            prompt_ids=np.array([1], np.int32),
-            completion_ids=np.array([2], np.int32),
-            logprobs=np.array([0.0], np.float32),
-            text=f"\\boxed{{{random_legal_action(self._env_id, prompt, self._rng)}}}",
-            finish_reason="stop",
-            adapter_version=version,
-        )
+        text = f"\\boxed{{{random_legal_action(self._env_id, prompt, self._rng)}}}"
+        return make_generation([2], text=text, adapter_version=version)

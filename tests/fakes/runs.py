@@ -15,12 +15,14 @@ from pathlib import Path
 import psutil
 
 TESTS = str(Path(__file__).parents[1])
+TORCHLESS = "fakes.numpy_learner"
 SMALL = """
 model_name = "builtin:tiny"
 [run]
 learning_steps = 3
 num_collection_workers = 24
 num_eval_workers = 2
+eval_share = 1
 eval_games = 6
 checkpoint_every = 2
 output_dir = "OUTPUT"
@@ -49,6 +51,15 @@ prompt_template = "tiny"
 fixed_opponent = "scripted:random"
 """
 
+SCRIPTED = ("engine.kind=scripted", "learner.canary_tolerance=10.0")
+"""Overrides for claims that no sampled token concerns: an engine without weights, with which no canary could agree."""
+PLAYS_NIM = (
+    *SCRIPTED,
+    'engine.replies=["\\\\boxed{[0 1]}", "\\\\boxed{[1 1]}", "\\\\boxed{[2 1]}"]',
+    "engine.max_model_len=4096",
+)
+"""Overrides for an engine whose replies are legal until a pile is empty; its tokens are bytes."""
+
 
 def write_small(directory: Path) -> Path:
     path = directory / "small.toml"
@@ -58,19 +69,19 @@ def write_small(directory: Path) -> Path:
     return path
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "unstable_lite", *map(str, arguments)]
+def command(*arguments: str | Path, module: str = "unstable_lite") -> list[str]:
+    return [sys.executable, "-m", module, *map(str, arguments)]
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start a run as a user would, without a terminal; its config can name modules in tests/."""
-    return subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])},
-    )
+def environment() -> dict[str, str]:
+    """Return the environment of a command, whose config can name modules in tests/."""
+    return {**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
+
+
+def start(*arguments: str | Path, module: str = "unstable_lite") -> subprocess.Popen[str]:
+    """Start a run as a user would, without a terminal."""
+    words = command(*arguments, module=module)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
@@ -80,6 +91,15 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int,
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
     return finish(start(*arguments))
+
+
+def start_torchless(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start a command whose learner is that of `fakes.numpy_learner`."""
+    return start(*arguments, module=TORCHLESS)
+
+
+def run_torchless(*arguments: str | Path) -> tuple[int, str, str]:
+    return finish(start_torchless(*arguments))
 
 
 def run_directory(directory: Path) -> Path:
@@ -111,6 +131,7 @@ def undocumented_metrics(directory: Path) -> list[str]:
         general = re.sub(r"^trueskill/[^/ ]+ current", "trueskill/{env} current", general)
         general = re.sub(r"/engine-\d+/", "/engine-{i}/", general)
         general = re.sub(r"^alarms/\w+", "alarms/{name}", general)
+        general = re.sub(r"^ended/.+ \(.+\)/\w+$", "ended/{env} ({opponent})/{reason}", general)
         general = re.sub(r"\(\d+\S* turns\)", "(5-8 turns)", general)
         general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
         general = re.sub(r"(checkpoint [A-Z][\w ]*) (low|high)$", r"\1", general.replace("/concurrent ", "/"))

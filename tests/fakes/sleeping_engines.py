@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 from unstable_lite.engines.embedded.engine import TransformersEngine
@@ -13,7 +14,7 @@ from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 
 
-class KeepsADiary(TransformersEngine):
+class KeepsADiary(ScriptedEngine):
     """Writes each action as a line of one word to diary.jsonl in the run's output directory."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -30,6 +31,7 @@ class KeepsADiary(TransformersEngine):
         super().add_request(request)
 
     def step(self) -> list[Generated]:
+        time.sleep(0.01)  # else thousands of games are played during a turn of the learner
         finished = super().step()
         for _ in finished:
             self.note("answer")
@@ -65,7 +67,7 @@ class ForgetsInItsSleep(TransformersEngine):
     def wake_up(self) -> None:
         super().wake_up()
         for layer in self._model._layers.values():
-            layer._pairs = {version: (a_RI, b_OR * 0) for version, (a_RI, b_OR) in layer._pairs.items()}
+            layer.pairs = {version: (a_RI, b_OR * 0) for version, (a_RI, b_OR) in layer.pairs.items()}
 
 
 class DiesInItsSleep(KeepsADiary):

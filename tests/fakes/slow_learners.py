@@ -1,53 +1,53 @@
-"""Slow learners; loaded as `fakes.slow_learners:Class`."""
+"""Learners without torch that are slow or keep a diary; loaded as `fakes.slow_learners:Class`, see `numpy_learner`."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from unstable_lite.config import Config
-from unstable_lite.learner import UpdateResult
-from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
-from unstable_lite.types import TrainItem
+from fakes.numpy_learner import NumpyLearner
+from unstable_lite.transport.messages import Message, SaveLearner, Update
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
-class TakesItsTime(REINFORCELearner):
-    """Takes longer for an update than an engine takes to start. Writes "learnt" to diary.jsonl after each update."""
+class KeepsADiary(NumpyLearner):
+    """Writes "learnt" after each update and "saved" after each save as a line of diary.jsonl."""
 
-    seconds = 10.0
+    seconds = 0.0
+    """Duration of an update."""
 
-    def __init__(self, config: Config, device: str) -> None:
-        super().__init__(config, device)
-        self._diary = Path(config.run.output_dir) / "diary.jsonl"
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._diary = Path(spec.config.run.output_dir) / "diary.jsonl"
 
-    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        result = super().update(items, version)
-        time.sleep(self.seconds)
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        if isinstance(message, Update):
+            time.sleep(self.seconds)
+            self._note("learnt")
+        elif isinstance(message, SaveLearner):
+            self._note("saved")
+        return reply
+
+    def _note(self, what: str) -> None:
         with self._diary.open("a") as file:
-            print(json.dumps("learnt"), file=file)
-        return result
+            print(json.dumps(what), file=file)
 
 
-class TakesFourSeconds(TakesItsTime):
+class TakesAWhile(KeepsADiary):
+    seconds = 0.2  # as the real learner for a small batch
+
+
+class TakesASecond(KeepsADiary):
+    seconds = 1.0
+
+
+class TakesFourSeconds(KeepsADiary):
     seconds = 4.0
 
 
-class NotesItsSaves(REINFORCELearner):
-    """Writes "saved" to diary.jsonl whenever it saves its state."""
+class TakesItsTime(KeepsADiary):
+    """Takes longer for an update than an engine takes to start."""
 
-    def __init__(self, config: Config, device: str) -> None:
-        super().__init__(config, device)
-        diary, save = Path(config.run.output_dir) / "diary.jsonl", self.training.save
-
-        def noted(directory: Path) -> None:
-            save(directory)
-            with diary.open("a") as file:
-                print(json.dumps("saved"), file=file)
-
-        self.training.save = noted  # type: ignore[method-assign]
-
-
-class TakesASecond(TakesItsTime):
-    seconds = 1.0
+    seconds = 10.0

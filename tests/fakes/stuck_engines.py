@@ -1,4 +1,4 @@
-"""Engines that start well and then hang or are slow."""
+"""Engines that start well and then hang, are slow, or raise."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ class Slow(ScriptedEngine):
     def step(self) -> list[Generated]:
         time.sleep(5.1)
         return super().step()
+
+
+class Raises(ScriptedEngine):
+    """Raises in this file's own code, under a call of the package's."""
+
+    def step(self) -> list[Generated]:
+        return self.no_such_method()  # type: ignore[attr-defined,no-any-return]
+
+
+class RunsOutOfMemory(ScriptedEngine):
+    def step(self) -> list[Generated]:
+        raise MemoryError("cannot allocate memory")
 
 
 def endless_loop() -> list[Generated]:

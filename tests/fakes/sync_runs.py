@@ -6,20 +6,44 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fakes import runs
+
 SYNC = (
     'run.schedule="sync"',
     "run.learning_steps=6",
     "run.checkpoint_every=3",
     "run.eval_every=2",
-    "run.eval_games=24",
+    "run.eval_games=8",
     "run.num_collection_workers=6",
     "engine.threads=1",
     "learner.threads=1",
     "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
     "league.opponent_lag=[1, 2]",
 )
+BUDGET, ANSWER = 3, 12
+"""Tokens of thinking and of a whole answer."""
+THINKING = (
+    *SYNC,
+    f"engine.thinking_tokens={BUDGET}",
+    f"engine.max_generation_len={ANSWER}",
+    "engine.dtype=float32",
+    "learner.dtype=float32",
+    "tracker.keep_tokens=true",
+)
+TEMPLATE = r"""
+[templates.think]
+user = "<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
+assistant = "<think>"
+stop = ["<|im_end|>"]
+"""
 CLOCK_AND_MACHINE = ("(s)", "seconds", "_per_s", "inference/", "arena_bytes")
 """Name parts of metrics that depend on the clock or the machine."""
+
+
+def write_thinking(directory: Path) -> Path:
+    path = runs.write_small(directory)
+    path.write_text(path.read_text().replace('"tiny"', '"think"') + TEMPLATE)
+    return path
 
 
 def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:

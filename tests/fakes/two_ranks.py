@@ -20,7 +20,6 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from bench.allocations import peak_bytes
 from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import double, snapshot
 from unstable_lite.config import Config
@@ -29,12 +28,8 @@ from unstable_lite.learner import UpdateResult, distributed, load_learner, worke
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import (
-    AnswersScored,
     LoadLearner,
     Message,
-    Score,
-    ScoreAnswers,
-    Scored,
     Stop,
     Update,
     Updated,
@@ -48,7 +43,6 @@ TOO_MUCH = 1 << 60
 @dataclass(frozen=True, kw_only=True)
 class Job:
     config_json: str
-    is_double: bool = True
     starved: int | None = None
     """A rank without memory for passes over more than `starved_tokens` tokens."""
     starved_tokens: int = 0
@@ -71,21 +65,10 @@ class Outcome:
     """Replies of rank 0."""
     error: str
     """Error that ended the rank, or ''."""
-    base_bytes: int
-    pass_bytes: int
-    """Peak bytes of a pass over one item; 0 in a float64 job."""
 
     @property
     def updates(self) -> list[Updated]:
         return [reply for reply in self.replies if isinstance(reply, Updated)]
-
-    @property
-    def answers(self) -> list[AnswersScored]:
-        return [reply for reply in self.replies if isinstance(reply, AnswersScored)]
-
-    @property
-    def scores(self) -> list[Scored]:
-        return [reply for reply in self.replies if isinstance(reply, Scored)]
 
 
 class Alone(REINFORCELearner):
@@ -127,13 +110,12 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     for key, parameter in (learner.policy.parameters | (critic.parameters if critic else {})).items():
         if "lora_B" in key or "value_head" in key:
             parameter.data.normal_(0.0, 0.1, generator=generator)
-    if job.is_double:
-        double(learner)
+    double(learner)
     _spoil(learner, job, rank)
     tracker = config.tracker.model_copy(update={"keep_tokens": True})
     one = worker._Worker(learner, config.model_copy(update={"tracker": tracker}))
     replies: list[Message] = []
-    error, pass_bytes = "", 0
+    error = ""
     try:
         if rank:
             one.follow()
@@ -143,30 +125,24 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
                 answer = partial(update_and_save, one) if isinstance(placed, Update) else one.answer
                 replies.append(answer(placed))
             distributed.broadcast(Stop())
-        if not job.is_double:
-            item = next(message for message in messages if isinstance(message, Score)).items[:1]
-            pass_bytes = peak_bytes(lambda: learner.policy.score(item))
     except (ConfigError, RuntimeError) as reason:
         error = f"{type(reason).__name__}: {reason}"
     place = directory / f"{name}.{distributed.num_ranks()}.{rank}"
     safetensors.torch.save_file(snapshot(learner), place)
     Path(f"{place}.replies").write_bytes(encode(replies))
-    Path(f"{place}.rest").write_text(f"{learner.policy.base_bytes} {pass_bytes} {error}")
+    Path(f"{place}.rest").write_text(error)
 
 
 def _placed(message: Message) -> Message:
     """Give each number of ranks separate files."""
-    assert isinstance(message, (Update, LoadLearner, Score, ScoreAnswers))
-    if isinstance(message, (Score, ScoreAnswers)):
-        return message
+    assert isinstance(message, (Update, LoadLearner))
     return structs.replace(message, path=message.path.replace("RANKS", str(distributed.num_ranks())))
 
 
 def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:
     place = directory / f"{name}.{num_ranks}.{rank}"
     replies = decode(Path(f"{place}.replies").read_bytes())
-    base_bytes, pass_bytes, error = Path(f"{place}.rest").read_text().split(" ", 2)
-    return Outcome(safetensors.torch.load_file(place), replies, error, int(base_bytes), int(pass_bytes))
+    return Outcome(safetensors.torch.load_file(place), replies, Path(f"{place}.rest").read_text())
 
 
 def _spoil(learner: Any, job: Job, rank: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unstable_lite.types import TrainItem
 
-TEMPERATURE, MAX_GENERATION_LEN, CAP = 0.7, 16, 2.0
+TEMPERATURE, MAX_GENERATION_LEN = 0.7, 16
 
 
 def double(learner: Any) -> None:
@@ -26,11 +26,15 @@ def double(learner: Any) -> None:
 
 def logprobs(learner: Any, item: TrainItem) -> Tensor:
     """Return the log-probabilities of the completion's tokens under the active adapter."""
+    return torch.stack([row_V[x] for row_V, x in zip(_rows(learner, item), item.completion_ids.tolist(), strict=True)])
+
+
+def _rows(learner: Any, item: TrainItem) -> list[Tensor]:
+    """Return the log-probabilities of all tokens at each of the completion's places."""
     num_prompt = len(item.prompt_ids)
     tokens = torch.tensor(np.concatenate([item.prompt_ids, item.completion_ids]))[None].long()
     logits_TV = learner.policy.model(input_ids=tokens).logits[0] / TEMPERATURE
-    rows = [torch.log_softmax(logits_TV[num_prompt + t - 1], -1)[x] for t, x in enumerate(item.completion_ids.tolist())]
-    return torch.stack(rows)
+    return [torch.log_softmax(logits_TV[num_prompt + t - 1], -1) for t in range(len(item.completion_ids))]
 
 
 def value(learner: Any, item: TrainItem) -> Tensor:
@@ -42,51 +46,71 @@ def value(learner: Any, item: TrainItem) -> Tensor:
 
 
 def policy_loss(
-    learner: Any, items: Sequence[TrainItem], advantages: Sequence[float], length: float = MAX_GENERATION_LEN
-) -> Tensor:
-    """Return the policy-gradient loss; `length` divides each step, by default by the largest length of a completion."""
-    learner.policy.model.set_adapter("default")
-    total = torch.zeros((), dtype=torch.float64)
-    for item, advantage in zip(items, advantages, strict=True):
-        for logp, behaviour in zip(logprobs(learner, item), item.logprobs.tolist(), strict=True):
-            total = total - min(math.exp(logp.item() - behaviour), CAP) * advantage * logp
-    return total / (length * len(items))
-
-
-def clipped_loss(
     learner: Any,
     items: Sequence[TrainItem],
     advantages: Sequence[float],
-    old_logprobs: Sequence[Tensor],
-    clip_range: float,
+    old: Sequence[Tensor] | None = None,
     length: float = MAX_GENERATION_LEN,
 ) -> Tensor:
+    """Return the policy's loss as the learner's config says, token by token.
+
+    old: log-probabilities at the start of a clipped update. length: divisor of each step, by default the largest length
+    of a completion. The KL term is a scalar whose gradient is that of the KL at the sampled prefixes (score function).
+    """
+    config, total = learner.training.config, torch.zeros((), dtype=torch.float64)
     learner.policy.model.set_adapter("default")
-    total = torch.zeros((), dtype=torch.float64)
-    for item, advantage, old in zip(items, advantages, old_logprobs, strict=True):
-        for logp, old_logp, behaviour in zip(
-            logprobs(learner, item), old.tolist(), item.logprobs.tolist(), strict=True
-        ):
-            ratio = torch.exp(logp - old_logp)
-            is_past = (advantage > 0 and ratio > 1 + clip_range) or (advantage < 0 and ratio < 1 - clip_range)
-            limit = 1 + clip_range if advantage > 0 else 1 - clip_range
-            gained = limit * advantage if is_past else ratio * advantage
-            total = total - min(math.exp(old_logp - behaviour), CAP) * gained
+    for index, (item, advantage) in enumerate(zip(items, advantages, strict=True)):
+        rows, behaviour = _rows(learner, item), item.logprobs.tolist()
+        logps = torch.stack([row_V[x] for row_V, x in zip(rows, item.completion_ids.tolist(), strict=True)])
+        now = logps.tolist()
+        start = now if old is None else old[index].tolist()
+        reference = _reference_logprobs(learner, item) if config.kl_coefficient else now
+        gains = advantage * logps if old is None else _clipped(logps, old[index], advantage, item, config)
+        bonuses = [-(row_V.exp() * row_V).sum() if config.entropy_coefficient else 0.0 for row_V in rows]
+        weights = np.ones(len(now)) if item.token_weights is None else item.token_weights
+        for t, weight in enumerate(weights.tolist()):
+            kl = importance(now, behaviour, t, config) * (now[t] - reference[t]) * logps[t]
+            gained = importance(start, behaviour, t, config) * gains[t] + config.entropy_coefficient * bonuses[t]
+            total = total - item.weight * weight * (gained - config.kl_coefficient * kl)
     return total / (length * len(items))
 
 
-def kl_to_base(learner: Any, items: Sequence[TrainItem]) -> Tensor:
-    """Return a scalar whose gradient is that of KL(policy ‖ base) at the sampled prefixes, by the score function."""
-    learner.policy.model.set_adapter("default")
-    total = torch.zeros((), dtype=torch.float64)
-    for item in items:
-        ours = logprobs(learner, item)
-        with torch.no_grad(), learner.policy.model.disable_adapter():
-            base = logprobs(learner, item)
-        for logp, base_logp, behaviour in zip(ours, base.tolist(), item.logprobs.tolist(), strict=True):
-            weight = min(math.exp(logp.item() - behaviour), CAP)
-            total = total + weight * (logp.item() - base_logp) * logp
-    return total / (MAX_GENERATION_LEN * len(items))
+def importance(logps: Sequence[float], behaviour: Sequence[float], t: int, config: Any) -> float:
+    """Return the importance weight of token `t`."""
+    ratios = [math.exp(a - b) for a, b in zip(logps, behaviour, strict=True)]
+    ratio = ratios[t]
+    if config.importance_weight_level == "sequence":
+        ratio = math.prod(ratios) ** (1 / len(ratios))
+    cap = config.importance_weight_cap
+    return ratio if ratio <= cap else (cap if config.importance_weight_mode == "truncate" else 0.0)
+
+
+def _clipped(logps: Tensor, old: Tensor, advantage: float, item: TrainItem, config: Any) -> list[Tensor]:
+    """Return the clipped gain of each token.
+
+    At the level of sequences every token changes its sequence's ratio (GSPO), or only its own gradient if the tokens
+    have weights (GSPO-token).
+    """
+    ratios = torch.exp(logps - old)
+    if config.importance_weight_level == "sequence":
+        of_sequence = torch.exp((logps - old).mean()).expand(len(logps))
+        ratios = of_sequence if item.token_weights is None else of_sequence.detach() * torch.exp(logps - logps.detach())
+    high = config.clip_range if config.clip_range_high is None else config.clip_range_high
+    gains = []
+    for ratio in ratios:
+        is_past = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - config.clip_range)
+        limit = 1 + high if advantage > 0 else 1 - config.clip_range
+        gains.append(torch.tensor(limit * advantage) if is_past else ratio * advantage)
+    return gains
+
+
+@torch.no_grad()
+def _reference_logprobs(learner: Any, item: TrainItem) -> list[float]:
+    """Return the log-probabilities under the reference of the KL penalty."""
+    name = learner.policy.kl_metric.removeprefix("kl_to_")
+    with learner.policy.model.disable_adapter() if name == "base" else learner.policy.using(name):
+        found: list[float] = logprobs(learner, item).tolist()
+    return found
 
 
 def value_loss(learner: Any, items: Sequence[TrainItem], targets: Sequence[float]) -> Tensor:

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
-from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
 FILE_HEADER, BLOCK, HEADER = 7, 32768, struct.Struct("<IHB")
 WHOLE, LAST = 1, 4
 """Types of a piece with which a record ends."""
@@ -22,6 +19,8 @@ WHOLE, LAST = 1, 4
 
 def agent_command(sweep: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """Return the command that the agent of a sweep starts for one choice of values."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
     arguments = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
     macros = {f"${{{name}}}": words for name, words in arguments.items() if name.startswith("args")}
     return [word for part in create_sweep_command(sweep["command"]) for word in macros.get(part, [part])]
@@ -46,6 +45,8 @@ def offline_runs(directory: Path) -> list[OfflineRun]:
 
 
 def _read(path: Path) -> OfflineRun:
+    from wandb.proto.wandb_internal_pb2 import Record  # not at the top: each of pytest's workers would load it
+
     run = OfflineRun()
     for record in map(Record.FromString, _records(path.read_bytes())):
         match record.WhichOneof("record_type"):

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.transport.codec import decode, encode, pack_all, unpack_all
+from unstable_lite.transport.codec import decode, decode_values, encode
 from unstable_lite.transport.messages import MESSAGES
 from unstable_lite.types import Logprobs, Step, TokenIds
 
@@ -39,18 +39,18 @@ def one_input(data: bytes) -> None:
         frame = encode(messages)
         assert encode(decode(frame)) == frame
     try:
-        chunks = unpack_all(list[Step], data)
+        chunks = decode_values(list[Step], data)
     except ProtocolError:
         pass
     else:
-        content = pack_all(chunks)
-        assert pack_all(unpack_all(list[Step], content)) == content
+        content = encode(chunks)
+        assert encode(decode_values(list[Step], content)) == content
 
 
 def seeds() -> list[bytes]:
     messages = [_example(kind) for kind in MESSAGES]
     chunk = [_example(Step)]
-    return [encode([message]) for message in messages] + [encode(messages), pack_all([chunk, chunk])]
+    return [encode([message]) for message in messages] + [encode(messages), encode([chunk, chunk])]
 
 
 def _example(hint: Any) -> Any:

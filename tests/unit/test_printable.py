@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from unstable_lite.orchestrator.logs import log_file
+from unstable_lite.orchestrator.event_loop import log_file
 from unstable_lite.printable import visible
 
 

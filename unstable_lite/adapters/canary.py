@@ -1,29 +1,21 @@
 """Statistics of the canary, which tests whether an engine and the learner differ by more than rounding.
 
 Knows numbers only: log-probabilities of the same tokens from the engine, from the learner with the adapter, and from
-the learner without it. Sends no requests and stops nothing; see orchestrator/adapter_sync.py.
+the learner without it. Sends no requests and stops nothing; see orchestrator/canary_checks.py.
 
-Each engine is tested for several faults: the adapter has *less* effect than it should (the engine serves the base, or
-the scaling is too small), it has *more*, or its log-probabilities *differ* by more than rounding explains, by much or
-by little. The evidence for each fault is the logarithm of a product with one factor per token. Under rounding alone
+The evidence for each fault in SUSPICIONS is the logarithm of a product with one factor per token. Under rounding alone
 the mean of each factor is at most 1, so by Ville's inequality the product ever exceeds 1 / ERROR_RATE with a
-probability of at most ERROR_RATE. The evidence at the end of a check is carried into the next one, but never less than
-0, so that a small persistent error is found eventually without additional tokens. The mean time to a false alarm is
-still 1 / ERROR_RATE checks.
+probability of at most ERROR_RATE. A check carries its evidence into the next one, but never less than 0: a small
+persistent error is found without more tokens, and the mean time to a false alarm is still 1 / ERROR_RATE checks.
 
-Rounding shifts the logits by about the same amount in every context. So it changes log p of a token of probability q
-by that amount times 1 - q: hardly at all if the token is nearly certain. Differences are divided by 1 - q before they
-are compared, because an adapter may be far less certain than the base. (SmolLM2-135M in bfloat16: mean |Δ log p| from
-0.015 for the most likely tokens to 0.056 for unlikely ones; divided by 1 - q, 0.050 to 0.064.)
+Rounding shifts the logits by about the same amount in every context, so it changes log p of a token of probability q in
+proportion to 1 - q, by which differences are divided. It is relative, too (bfloat16: 1/256 of a logit), so it is larger
+for a token that the adapter has moved by many nats.
 
-The noise is measured with the base, and rounding is relative: bfloat16 changes a logit by up to 1/256 of its size.
-Where an adapter has moved a token by many nats, its logit is as much larger. (A policy that had left its base by 12
-nats at the tokens it now prefers: mean |Δ log p| 0.07 there, 0.003 to 0.02 at tokens with effects below 10.)
-
-The factors: a token whose |Δ log p| has the p-value p among those measured at the start contributes k p ** (k - 1),
-whose mean is 1 if p is uniform (Vovk and Wang 2021); a k near 1 finds small differences if there are enough tokens.
-If the adapter moves a token by less than four times the noise, the evidence about its effect uses only the sign of the
-difference, with a stake proportional to the effect.
+A token whose |Δ log p| has the p-value p among those measured at the start contributes k p ** (k - 1), whose mean is 1
+if p is uniform (Vovk and Wang 2021); a k near 1 finds small differences if there are enough tokens. If the adapter
+moves a token by less than four times the noise, only the sign of the difference is evidence about the adapter's effect,
+with a stake proportional to the effect.
 """
 
 from __future__ import annotations
@@ -65,7 +57,8 @@ LOGIT_ROUNDING = 1 / 64
 TAIL_EXPONENT = 2.0
 """Exponent of the assumed tail of differences beyond the largest one at the start; a Gaussian tail falls faster."""
 CERTAIN = 0.02
-"""Added to 1 - q, so that a token of probability 1 has a finite relative difference."""
+"""Added to 1 - q, so that a token of probability 1 has a finite relative difference. (SmolLM2-135M in bfloat16: mean
+|Δ log p| from 0.015 for the most likely tokens to 0.056 for unlikely ones; divided by it, 0.050 to 0.064.)"""
 LARGEST_STAKE = 0.95
 LEAST_PARTING = 0.01
 """Least assumed share of tokens at which rounding makes two completions of one seed diverge."""
@@ -93,13 +86,13 @@ class Noise:
         learner: log p of the same tokens by the learner.
         """
         signed = np.asarray(differences, np.float64)
-        sizes = np.abs(signed)
-        self.level = float(np.minimum(sizes, 1.0).mean()) if len(sizes) else 0.0
+        clipped = np.clip(signed, -1.0, 1.0)
+        self.level = float(np.abs(clipped).mean()) if len(signed) else 0.0
         """Mean |Δ log p|, each token clipped to 1 so that a few unlikely tokens do not dominate."""
-        self._centre = float(np.clip(signed, -1.0, 1.0).mean()) if len(sizes) else 0.0
+        self._centre = float(clipped.mean()) if len(signed) else 0.0
         # Differences far below the tolerance are harmless, however small the noise was at the start.
         self._scale = max(self.level, tolerance / 2000)
-        known = [0.0, *np.sort(sizes / _uncertainty(np.asarray(learner, np.float64)))]
+        known = [0.0, *np.sort(np.abs(signed) / _uncertainty(np.asarray(learner, np.float64)))]
         self._sizes = np.maximum(known, tolerance / 20)
         self._fine_sizes = np.maximum(known, tolerance / 2000)
 
@@ -157,12 +150,7 @@ class Evidence:
 
     def begin(self) -> None:
         """Begin a check: drop the evidence in favour of the engine."""
-        self.logs = self.carried
-
-    @property
-    def carried(self) -> Floats:
-        """Evidence with which the next check begins."""
-        return np.maximum(self.logs, 0.0)
+        self.logs = np.maximum(self.logs, 0.0)
 
     def add(self, noise: Noise, engine: Logprobs, learner: Logprobs, base: Logprobs) -> None:
         """Add the tokens of one completion."""
@@ -202,12 +190,11 @@ class Check:
         evidence.begin()
         self.evidence = evidence
         self.num_completions = 0
+        # Of the new tokens of each completion: log p by the engine minus that by the learner, log p by the learner, and
+        # that minus log p by the learner without the adapter.
         self.differences: list[Logprobs] = []
-        """Log p by the engine minus log p by the learner, of new tokens."""
         self.learner: list[Logprobs] = []
-        """Log p by the learner, of new tokens."""
         self.effects: list[Logprobs] = []
-        """Log p by the learner with the adapter minus without it, of new tokens."""
         self._seen: set[tuple[bytes, bytes]] = set()
         """Prompt, and completion up to a token, for each token that was compared."""
         self._noise = noise
@@ -247,13 +234,11 @@ class Check:
     def num_wanted(self) -> int:
         """Return the total number of completions to compare before the next look; 0 if the check is complete."""
         n = self.num_completions
-        if n >= MOST_COMPLETIONS or (n and not self._needs_more()):
+        if n == 0:
+            return FIRST_COMPLETIONS if self._noise is None else self._first
+        if n >= MOST_COMPLETIONS or not self._needs_more():
             return 0
-        if self._noise is None:
-            return min(2 * n, MOST_COMPLETIONS) or FIRST_COMPLETIONS
-        if n < self._sampled:
-            return self._sampled if n else self._first
-        return min(2 * n, MOST_COMPLETIONS)
+        return self._sampled if self._noise is not None and n < self._sampled else min(2 * n, MOST_COMPLETIONS)
 
     def _needs_more(self) -> bool:
         if self._noise is None:
@@ -276,7 +261,7 @@ class Check:
     @property
     def level(self) -> float:
         """Mean |Δ log p|, each token clipped to 1."""
-        return _mean_size([np.clip(part, -1.0, 1.0) for part in self.differences])
+        return _mean_size(self.differences, 1.0)
 
     @property
     def base_gap(self) -> float:
@@ -284,6 +269,6 @@ class Check:
         return _mean_size(self.effects)
 
 
-def _mean_size(values: Sequence[Logprobs]) -> float:
-    flat = np.concatenate([np.zeros(0, np.float32), *values])
-    return float(np.abs(flat).mean()) if len(flat) else 0.0
+def _mean_size(values: Sequence[Logprobs], most: float = math.inf) -> float:
+    sizes = np.minimum(np.abs(np.concatenate([np.zeros(0, np.float32), *values])), most)
+    return float(sizes.mean()) if len(sizes) else 0.0

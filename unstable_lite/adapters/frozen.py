@@ -1,20 +1,19 @@
 """Frozen players: the base, and adapters that do not change, by the names that configs and commands give them.
 
 Owns the names `base`, `adapter:DIRECTORY` and `run:DIRECTORY/ckpt-N` (or `newest`, `best`), the facts that an adapter's
-files alone show, and the copies in a run directory. Loads no weights; the engines do.
+files alone show, the copies in a run directory, and the names, order and best of the adapters that a run saved.
+Loads no weights; the engines do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-from safetensors import deserialize
+from statistics import fmean
+from typing import Any
 
 from unstable_lite.adapters.peft_files import (
     CONFIG,
@@ -27,17 +26,22 @@ from unstable_lite.adapters.peft_files import (
     sync,
     write_file,
 )
-from unstable_lite.adapters.run_adapters import find_saved
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import AdapterError, ConfigError
+from unstable_lite.files import check_links, read_records
 from unstable_lite.types import BASE
 
 ADAPTER, RUN = "adapter:", "run:"
+NEWEST, BEST = "newest", "best"
 COPIES = "opponents"
 """Directory of the copies in a run directory."""
 RECORD = "opponent.json"
 """File in a copy that says whose copy it is, and its digest."""
 FIRST_FROZEN_VERSION = 1 << 29
 """First id of frozen adapters in a run. Updates count from 1, and adapters that return from 1 << 30."""
+NAMED_BY = ("env_id", "num_players", "fixed_opponent", "temperature", "top_p")
+"""Keys of an eval env that name its results; other keys may differ between versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,6 @@ class FrozenAdapter:
     """Base model that it names; "" if it names none."""
     sizes: dict[str, tuple[int, int]] = field(hash=False)
     """Inputs and outputs of each linear layer that it adapts, by the layer's name in the model."""
-    is_zero: bool
-    """Whether every B matrix is zero, so that it answers like the base."""
 
 
 def is_frozen(name: str) -> bool:
@@ -74,8 +76,15 @@ def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:
     or if the copy is damaged.
     """
     for directory in copies:
-        if directory is not None and (copy := directory / slug(name)).is_dir():
-            return _read_copy(copy)
+        if directory is None or not (copy := directory / slug(name)).is_dir():
+            continue
+        found, written = read_facts(copy), read_json(copy / RECORD).get("digest")
+        if (digest := adapter_digest(copy)) != written:
+            raise AdapterError(
+                f"{copy} is damaged: the digest of its adapter is {digest}, {written} was written. Restore the "
+                "directory from a backup, or remove it to copy the opponent again from where its name points now"
+            )
+        return found
     if name.startswith(RUN):
         try:
             return read_facts(find_saved(name.removeprefix(RUN)))
@@ -94,7 +103,6 @@ def read_facts(path: Path) -> FrozenAdapter:
     try:
         with (path / WEIGHTS).open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        is_zero = _is_zero(path / WEIGHTS)
     except OSError as error:
         raise AdapterError(f"{path} is not a readable adapter: {error}") from error
     halves = {name.removeprefix("base_model.model.").partition(".lora_")[::2]: e.shape for name, e in header.items()}
@@ -106,7 +114,6 @@ def read_facts(path: Path) -> FrozenAdapter:
         rank=stored["r"],
         base=stored.get("base_model_name_or_path") or "",
         sizes={layer: (halves[layer, "A.weight"][1], halves[layer, "B.weight"][0]) for layer in layers},
-        is_zero=is_zero,
     )
 
 
@@ -149,22 +156,74 @@ def slug(name: str) -> str:
     return f"{readable}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
-def _read_copy(copy: Path) -> FrozenAdapter:
-    found, written = read_facts(copy), read_json(copy / RECORD).get("digest")
-    if (digest := adapter_digest(copy)) != written:
-        raise AdapterError(
-            f"{copy} is damaged: the digest of its adapter is {digest}, {written} was written. Restore the directory "
-            "from a backup, or remove it to copy the opponent again from where its name points now"
+def update_of(path: Path) -> int | None:
+    """Return the number in `ckpt-<number>`; None for any other name."""
+    match = re.fullmatch(r"ckpt-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def by_update(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints or adapters in a directory by update, oldest first."""
+    found = [(update, path) for path in directory.glob("ckpt-*") if (update := update_of(path)) is not None]
+    return dict(sorted(found))
+
+
+def find_saved(word: str) -> Path:
+    """Return the adapter that `DIRECTORY/ckpt-N`, `DIRECTORY/newest` or `DIRECTORY/best` names.
+
+    Kept adapters count like checkpoints. Raises ConfigError if there is no such run or adapter.
+    """
+    match = re.fullmatch(r"(.+)/(ckpt-\d+|newest|best)/*", word)
+    if match is None:
+        raise ConfigError("write run:DIRECTORY/ckpt-N, run:DIRECTORY/newest or run:DIRECTORY/best")
+    run, which = Path(match[1]).expanduser(), match[2]
+    if not (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run} is not a run directory: it has no checkpoints/")
+    check_links(run)
+    saved = by_update(run / "adapters") | by_update(run / "checkpoints")
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint yet")
+    if which == BEST:
+        return saved[_best_update(run, saved)]
+    update = max(saved) if which == NEWEST else int(which.removeprefix("ckpt-"))
+    if update not in saved:
+        there = ", ".join(f"ckpt-{number}" for number in sorted(saved)[-10:])
+        raise ConfigError(f"{run} has no {which}; its newest are {there}")
+    return saved[update]
+
+
+def _best_update(run: Path, saved: dict[int, Path]) -> int:
+    """Return the update of the saved adapter with the best mean points over all of the run's eval envs.
+
+    Only evaluations with a quota count; a single-player env counts with its mean reward; of equal means the newest is
+    taken. Raises ConfigError if no saved adapter was evaluated on all eval envs.
+    """
+    results: dict[int, dict[tuple[str, str], float]] = {}
+    for line in read_records(run / "eval.jsonl"):
+        update = update_of(Path(line["model"]))
+        result = line["mean_reward"] if line["points"] is None else line["points"]
+        if line["label"] != "concurrent" and update in saved and result is not None:
+            results.setdefault(update, {})[line["env_id"], line["opponent"]] = result
+    envs = _eval_envs(run)
+    means = {
+        update: fmean(of_env[env] for env in envs) for update, of_env in results.items() if envs and envs <= {*of_env}
+    }
+    if not means:
+        raise ConfigError(
+            f"{run} has no saved checkpoint that was evaluated on all of its eval_envs (run.eval_games, "
+            "run.eval_every), so none is the best: name one as run:DIRECTORY/ckpt-N, or use run:DIRECTORY/newest"
         )
-    return found
+    return max(means, key=lambda update: (means[update], update))
 
 
-def _is_zero(weights: Path) -> bool:
-    """Return whether every B matrix of an adapter is zero, given the bytes of its file, of any type."""
-    for name, tensor in deserialize(weights.read_bytes()):  # type: ignore[no-untyped-call]
-        if ".lora_B." in name:
-            items_NB = np.frombuffer(bytearray(tensor["data"]), np.uint8).reshape(math.prod(tensor["shape"]), -1)
-            items_NB[:, -1] &= 0x7F  # the sign is in the last byte, and zero may be negative
-            if items_NB.any():
-                return False
-    return True
+def _eval_envs(run: Path) -> set[tuple[str, str]]:
+    """Return env and opponent of each eval env in a run's config."""
+    path = run / "config.toml"
+    try:
+        envs: list[dict[str, Any]] = parse_toml(path.read_bytes(), str(path)).get("eval_envs", [])
+        specs = [EvalEnvSpec.model_validate({key: env[key] for key in NAMED_BY if key in env}) for env in envs]
+        return {(spec.env_id, spec.opponent) for spec in specs}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not the config of a run: {type(error).__name__}: {error}") from error

@@ -41,25 +41,14 @@ ANY_DTYPES = (*FLOATS, "I64", "I32", "U8", "I8", "BOOL")
 
 _HALF = re.compile(r"base_model\.model\.([A-Za-z_][\w.]*)\.lora_([AB])\.weight", re.ASCII)
 _NOT_PLAIN_LORA = (
-    "use_dora",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-    "lora_bias",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "use_qalora",
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
+    *("target_parameters", "lora_bias", "alora_invocation_tokens", "use_bdlora", "use_qalora"),
 )
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of `init_lora_weights` for which PEFT subtracts the initial pair from the base's weights."""
 _TABLES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "auto_mapping")
-"""Entries that may be lists or tables and are ignored here. Any other list or table requires more than plain LoRA.
-
-`auto_mapping` names a module to import; it is not imported.
-"""
+"""Entries that may be lists or tables and are ignored here: the module that `auto_mapping` names is not imported. Any
+other list or table requires more than plain LoRA."""
 
 
 class Entry(NamedTuple):
@@ -84,8 +73,14 @@ def check_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, 
     Raises AdapterError for anything else.
     """
     if not is_file(directory / WEIGHTS):
-        pickles = [name for name in PICKLES if is_file(directory / name)]
-        raise AdapterError(_only_a_pickle(directory / pickles[0]) if pickles else f"{directory} has no {WEIGHTS}")
+        for name in PICKLES:
+            if is_file(directory / name):
+                raise AdapterError(
+                    f"{directory / name} is a pickle, which can run code, so it is not opened. If you trust its "
+                    f'source, convert it: python -c "import torch, safetensors.torch as s; '
+                    f"s.save_file(torch.load('{name}', weights_only=True), '{WEIGHTS}')\""
+                )
+        raise AdapterError(f"{directory} has no {WEIGHTS}")
     config = read_json(directory / CONFIG)
     rank, targets = _check_config(config, directory, max_rank)
     header = read_header(directory / WEIGHTS, FLOATS)
@@ -105,19 +100,29 @@ def check_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON table. Raises AdapterError if it exceeds MAX_JSON_BYTES or cannot be read."""
+    """Read a JSON table without duplicate keys. Raises AdapterError if it exceeds MAX_JSON_BYTES or cannot be read."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("it has a duplicate key")
+        return table
+
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
-            raise AdapterError(f"{path} is too large; the limit is {MAX_JSON_BYTES} bytes")
-        return _table(content)
+            raise ValueError(f"it is too large; the limit is {MAX_JSON_BYTES} bytes")
+        table = json.loads(content.decode(), object_pairs_hook=once)
+        if not isinstance(table, dict):
+            raise ValueError("it is not a JSON table")
+        return table
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from error
 
 
-def read_header(path: Path, dtypes: Collection[str] = ANY_DTYPES) -> dict[str, Entry]:
-    """Return the entries of a safetensors file by name. Raises AdapterError if it is damaged or not of `dtypes`."""
+def read_header(path: Path, dtypes: Collection[str] | None = ANY_DTYPES) -> dict[str, Entry]:
+    """Return the entries of a safetensors file. Raises AdapterError if it is damaged or not of `dtypes` (None: any)."""
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
@@ -125,7 +130,7 @@ def read_header(path: Path, dtypes: Collection[str] = ANY_DTYPES) -> dict[str, E
     except (OSError, SafetensorError, UnicodeError) as error:
         raise AdapterError(f"{path} is not an intact safetensors file: {error}") from error
     for name, entry in header.items():
-        if entry.dtype not in dtypes:
+        if dtypes is not None and entry.dtype not in dtypes:
             raise AdapterError(f"{path}: {name[:MAX_NAME]!r} is of type {entry.dtype}; accepted: {', '.join(dtypes)}")
     return header
 
@@ -164,8 +169,7 @@ def adapter_digest(directory: Path) -> str:
 def lora_scale(config: Mapping[str, Any]) -> float:
     """Return the factor by which the adapter's output is scaled, given its PEFT config."""
     rank = config["r"]
-    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    return float(scale)
+    return float(config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank))
 
 
 def read_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, Tensor], dict[str, Any], str]:
@@ -280,9 +284,8 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory}: peft_type is {str(config.get('peft_type'))[:40]!r}; only LORA can be served")
     tables = [key for key, value in config.items() if isinstance(value, list | dict) and value and key not in _TABLES]
-    refused = [key for key in _NOT_PLAIN_LORA if config.get(key)] + ["bias"] * (
-        config.get("bias") not in (None, "none")
-    )
+    refused = [key for key in _NOT_PLAIN_LORA if config.get(key)]
+    refused += ["bias"] * (config.get("bias") not in (None, "none"))
     if present := list(dict.fromkeys(refused + tables)):
         raise AdapterError(f"{directory}: {', '.join(present)[:200]} cannot be served; only plain LoRA can")
     if (start := str(config.get("init_lora_weights"))[:40]).lower().startswith(_CHANGES_THE_BASE):
@@ -303,26 +306,3 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(isinstance(t, str) for t in targets):
         raise AdapterError(f"{directory}: target_modules is not a list of names")
     return rank, tuple(f".{target}" for target in targets)
-
-
-def _table(content: bytes) -> dict[str, Any]:
-    """Parse a JSON table. Raises ValueError if it is not a table or has a duplicate key."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("it has a duplicate key")
-        return table
-
-    table = json.loads(content.decode(), object_pairs_hook=once)
-    if not isinstance(table, dict):
-        raise ValueError("it is not a JSON table")
-    return table
-
-
-def _only_a_pickle(path: Path) -> str:
-    return (
-        f"{path} is a pickle, which can run code, so it is not opened. If you trust its source, convert it: "
-        f'python -c "import torch, safetensors.torch as s; '
-        f"s.save_file(torch.load('{path.name}', weights_only=True), '{WEIGHTS}')\""
-    )

@@ -123,11 +123,7 @@ def _reap(directory: Path) -> bool:
         is_fresh = directory.name.startswith(".") and time.time() - status.st_mtime < NAMELESS_FOR_S
         if status.st_uid != os.geteuid() or is_fresh:
             return False
-        try:
-            lock = _try_lock_in(descriptor)
-        except FileNotFoundError:  # its owner was killed while removing the arena
-            shutil.rmtree(directory)
-            return True
+        lock = _try_lock_in(descriptor)
     if lock is None:
         return False
     try:
@@ -143,7 +139,7 @@ def try_lock(directory: Path) -> int | None:
     Raises OSError, including if the file is a symbolic link.
     """
     with _opened(directory) as descriptor:
-        return _try_lock_in(descriptor, os.O_CREAT)
+        return _try_lock_in(descriptor)
 
 
 @contextlib.contextmanager
@@ -155,8 +151,8 @@ def _opened(directory: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _try_lock_in(directory: int, flags: int = 0) -> int | None:
-    descriptor = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=directory)
+def _try_lock_in(directory: int) -> int | None:
+    descriptor = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

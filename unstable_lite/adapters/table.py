@@ -62,7 +62,8 @@ BASE_ORIGIN = Origin("base")
 class CanaryAnswer:
     """One completion of an adapter, whose tokens the learner scored with the same weights."""
 
-    prompt: str
+    prompt: int
+    """Number of the prompt among those of the canary checks."""
     seed: int
     completion_ids: TokenIds
     logprobs: Logprobs
@@ -96,8 +97,8 @@ class Adapter:
     """Number of games, turns and evaluations that use the adapter."""
 
     @property
-    def is_used(self) -> bool:
-        return self.pins + self.leases > 0
+    def num_users(self) -> int:
+        return self.pins + self.leases
 
 
 class AdapterTable:
@@ -109,8 +110,6 @@ class AdapterTable:
         self.weights: dict[Origin, Weights] = {BASE_ORIGIN: Weights()}
         self.on_change: Callable[[], None] = lambda: None
         """Callback after every state change."""
-
-    # Slots
 
     @property
     def num_used_slots(self) -> int:
@@ -128,8 +127,6 @@ class AdapterTable:
     @property
     def is_freeing(self) -> bool:
         return bool(self.retiring())
-
-    # States
 
     def add(self, id: int, origin: Origin, digest: str) -> None:
         """Add a new adapter whose files were written. `digest`: of its weights."""
@@ -151,13 +148,13 @@ class AdapterTable:
 
     def offer(self, id: int) -> None:
         """Make an adapter available to games. It must have a user, because an unused adapter retires."""
-        assert self.adapters[id].is_used, f"adapter {id} has no user"
+        assert self.adapters[id].num_users, f"adapter {id} has no user"
         self._move(id, (AdapterState.CHECKED,), AdapterState.OFFERED)
 
     def remove(self, id: int) -> None:
         """Free the slot of an adapter that every engine has unloaded, or that could not be loaded."""
         adapter = self.adapters[id]
-        assert adapter.state in REMOVABLE and not adapter.is_used, adapter
+        assert adapter.state in REMOVABLE and not adapter.num_users, adapter
         del self.adapters[id]
         self._forget_unused()
         self.on_change()
@@ -173,8 +170,6 @@ class AdapterTable:
         assert adapter.state in before, f"adapter {id} is {adapter.state.value}, so it cannot be {after.value}"
         adapter.state = after
         self.on_change()
-
-    # Users
 
     def pin(self, id: int) -> None:
         if id:
@@ -207,19 +202,13 @@ class AdapterTable:
         finally:
             self.end_lease(id)
 
-    def num_users(self, id: int) -> int:
-        adapter = self.adapters[id]
-        return adapter.pins + adapter.leases
-
     def _retire_if_unused(self, id: int) -> None:
         adapter = self.adapters[id]
-        if adapter.state is AdapterState.OFFERED and not adapter.is_used:
+        if adapter.state is AdapterState.OFFERED and not adapter.num_users:
             self._move(id, (AdapterState.OFFERED,), AdapterState.RETIRING)
 
     def retiring(self) -> list[int]:
         return [id for id, adapter in self.adapters.items() if adapter.state is AdapterState.RETIRING]
-
-    # Adapters on the engines
 
     @property
     def held(self) -> set[int]:
@@ -240,8 +229,6 @@ class AdapterTable:
     def is_answered(self, id: int) -> bool:
         """Return whether its weights have canary answers to compare an engine with."""
         return bool(self.weights_of(id).answers)
-
-    # Copies on disk
 
     def store(self, origin: Origin, name: str) -> None:
         """Record that weights have a copy on disk from which they can return."""

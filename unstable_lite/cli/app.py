@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from unstable_lite.cli import evaluation, new, runs, sharing
-from unstable_lite.cli.options import ConfigPath, Debug, Outputs, Overrides, TrustConfig, console, errors_as_messages
+from unstable_lite.cli import evaluation, new, runs
+from unstable_lite.cli.options import ConfigPath, Debug, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.cli.summaries import print_sft_summary, print_summary
 from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.orchestrator.event_loop import end_signals
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -100,13 +102,15 @@ def check(
         tuple[str, float] | None,
         typer.Option("--memory", metavar="MODEL GIB", help="Compute the sizes that fit a GPU of this memory."),
     ] = None,
+    model: Annotated[bool, typer.Option("--model", help="Also compare the model's weights with its type.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Also print the config with every default.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a config; print its processes, devices, memory and games. Starts no process."""
+    """Validate a config; print its processes, devices, memory and games. Only --model starts a process."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import key_value_lines
         from unstable_lite.learner import LEARNERS, find_learner
+        from unstable_lite.models.files import check_weights
         from unstable_lite.planning.memory import describe
         from unstable_lite.planning.plan import load_plan
         from unstable_lite.tracking.run_directory import to_toml
@@ -118,41 +122,20 @@ def check(
         if memory is not None:
             model_name, vram_gib = memory
             out.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")
-            rows = (
-                describe(model_name, vram_gib, plan.config, plan.num_ranks) if plan else describe(model_name, vram_gib)
-            )
+            rows = describe(model_name, vram_gib, plan.config if plan else None)
             out.print(key_value_lines(rows), soft_wrap=True)
         elif plan is not None:
             if resolved:
                 out.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
             out.print(key_value_lines(plan.describe()), soft_wrap=True)
+            if model:
+                out.print(check_weights(plan.config.model_name, plan.config.trust_remote_code), soft_wrap=True)
             out.print(f"\n{config} can run.")
         else:
             raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
 
 
-@app.command()
-def top(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
-    ] = None,
-    outputs: Outputs = Path("outputs"),
-    replay: Annotated[bool, typer.Option("--replay", help="Play back all updates from the first one.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Watch a run from another terminal without affecting it. Keys: ← → through the updates, space, m: matches, q."""
-    with errors_as_messages(debug):
-        from unstable_lite.dashboards.run_view import RunView
-        from unstable_lite.dashboards.watch import show_once, watch
-        from unstable_lite.files import understood
-        from unstable_lite.tracking.run_directory import newest_run
-
-        view, out = RunView(directory or newest_run(outputs)), console()
-        with understood(view.directory):
-            if out.is_terminal and sys.stdin.isatty():
-                watch(view, out, replay)
-            else:
-                show_once(view, out)
+app.command()(runs.top)
 
 
 @app.command()
@@ -169,8 +152,8 @@ def sft(
         from unstable_lite.sft.session import load_sft_plan, run_sft
 
         plan = load_sft_plan(config, tuple(overrides or ()))
-        summary = asyncio.run(run_sft(plan, TerminalInterface(quiet=quiet), collect_only))
-        print_sft_summary(config, summary)
+        record = asyncio.run(run_sft(plan, TerminalInterface(quiet=quiet), collect_only))
+        print_sft_summary(config, plan.config.sft.output, record)
 
 
 @app.command()
@@ -179,8 +162,7 @@ def envs(
 ) -> None:
     """List TextArena's env ids for training and OpenSpiel's games, with players and remarks."""
     from unstable_lite.games.env_catalogue import describe_envs, env_family
-    from unstable_lite.games.players.greedy import GREEDY_GAMES
-    from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
+    from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
     from unstable_lite.plugins import suggestion
 
@@ -206,11 +188,17 @@ def envs(
 app.command("eval")(evaluation.evaluate_models)
 app.command()(evaluation.play)
 app.command()(evaluation.probe)
-app.command()(runs.export)
 app.command()(runs.report)
-app.command()(sharing.serve)
-app.command()(sharing.push)
-app.add_typer(runs.runs_app, name="runs")
+app.command()(runs.push)
+app.command()(runs.runs)
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Unlike KeyboardInterrupt itself, it never makes Python end by SIGINT although it was caught."""
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
 
 
 def main() -> None:
@@ -222,6 +210,9 @@ def main() -> None:
         sys.stdin = os.fdopen(0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters outside of its encoding become question marks
+    for signum in end_signals():  # before a run or an evaluation handles them
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, _interrupt)
     if not sys.flags.safe_path:
         sys.path.append("")  # a config may name modules of the working directory, as with `python -m`
     app()

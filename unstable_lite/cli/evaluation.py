@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from unstable_lite.cli.options import Debug, ModelsOfRun, SetKeys, TrustConfig, console, errors_as_messages
 
-if TYPE_CHECKING:
-    from unstable_lite.evaluation.plan import EvaluationPlan
-
-GAMES = 200
-"""Default number of games of each model, opponent and env."""
+DEFAULT_GAMES = 200
+TomlFile = Annotated[Path | None, typer.Option("--config", help="A TOML file; default: the first run's own config.")]
+Envs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env", help="env_id[:players[:template]], repeated for more; default: the config's eval (else train) envs."
+    ),
+]
 
 
 def evaluate_models(
@@ -30,33 +34,22 @@ def evaluate_models(
     ] = None,
     games: Annotated[
         int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")
-    ] = GAMES,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="env_id[:players[:template]], repeated for more; default: the config's eval (else train) envs."
-        ),
-    ] = None,
+    ] = DEFAULT_GAMES,
+    env: Envs = None,
     opponent: Annotated[
         list[str] | None,
         typer.Option(help="As for MODELS, repeated for more; default: the opponent of each eval env."),
     ] = None,
-    tournament: Annotated[bool, typer.Option("--tournament", help="All pairs of models; a ladder.")] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Rate the models and base against random and MCTS: an absolute scale.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    config: TomlFile = None,
     temperature: Annotated[
         float | None,
         typer.Option(help="Sampling temperature, 0: greedy; default: the eval env's, else the run's."),
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
     override: SetKeys = None,
     trust_config: TrustConfig = False,
-    probe_games: Annotated[
-        int,
-        typer.Option("--probe", metavar="GAMES", help="Also probe, at positions of this many random games."),
-    ] = 0,
     exact: Annotated[
         bool, typer.Option("--exact", help="Play nothing: compute exploitability in games of OpenSpiel.")
     ] = False,
@@ -64,87 +57,47 @@ def evaluate_models(
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate checkpoints on disk: models × opponents × envs, a tournament or a ladder. Starts engines, no learner."""
+    """Evaluate checkpoints on disk: models × opponents × envs, or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
-        if exact:
-            if opponent or tournament or probe_games or concurrency or games != GAMES or temperature is not None:
-                raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
-            _evaluate_exactly(models, output, env, config, override, trust_config, force, quiet)
-            return
-        if output is None or force:
-            raise typer.BadParameter("--force is for --exact" if force else "--output is needed, for games and tables")
-        from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.evaluation.absolute_ladder import places_tables
+        from unstable_lite.dashboards.terminal import TerminalInterface, remark_lines
         from unstable_lite.evaluation.evaluator import evaluate
+        from unstable_lite.evaluation.ladder import places_tables
         from unstable_lite.evaluation.plan import plan_evaluation
-        from unstable_lite.evaluation.results import ladder_table, results_tables
+        from unstable_lite.evaluation.results import results_tables, write_csv
         from unstable_lite.orchestrator.event_loop import run_in_loop
 
-        evaluation = plan_evaluation(
+        if exact and (opponent or ladder or games != DEFAULT_GAMES or temperature is not None):
+            raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
+        if not exact and (output is None or force):
+            raise typer.BadParameter("--force is for --exact" if force else "--output is needed, for games and tables")
+        say, out = TerminalInterface(quiet=quiet).say, console()
+        plan = plan_evaluation(
             models,
-            output=output,
+            output=output or Path(),
             config=config,
             envs=env or (),
-            opponents=opponent or (),
+            opponents=["base"] if exact else opponent or (),
             games=games,
-            concurrency=concurrency,
-            tournament=tournament,
             ladder=ladder,
             temperature=temperature,
             overrides=override or (),
             trusts_config=trust_config,
         )
-        evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
-        out = console()
-        if evaluated.ladder:
-            out.print(ladder_table(evaluated.ladder))
-        elif evaluated.places:
-            out.print(*places_tables(evaluated.places), sep="\n")
-        else:
-            out.print(*results_tables(evaluated.evaluations), sep="\n")
-        if probe_games:
-            from unstable_lite.evaluation.probing import probe_tables, write_probes
-            from unstable_lite.evaluation.scoring import probe_models
+        if exact:
+            from unstable_lite.evaluation.scoring import evaluate_exactly, exact_tables
 
-            probes = probe_models(evaluation.cells, evaluation.plan.config, probe_games, out.print)
-            if probes:
-                write_probes(output / "probe.csv", probes)
-                out.print(*probe_tables(probes), sep="\n")
-        out.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
-
-
-def _evaluate_exactly(
-    models: list[str],
-    output: Path | None,
-    envs: list[str] | None,
-    config: Path | None,
-    overrides: list[str] | None,
-    trust_config: bool,
-    is_forced: bool,
-    is_quiet: bool,
-) -> None:
-    from unstable_lite.dashboards.terminal import TerminalInterface
-    from unstable_lite.evaluation.exact import exact_tables, write_exact
-    from unstable_lite.evaluation.plan import plan_evaluation
-    from unstable_lite.evaluation.scoring import evaluate_exactly
-
-    evaluation = plan_evaluation(
-        models,
-        output=output or Path(),
-        config=config,
-        envs=envs or (),
-        opponents=["base"],
-        overrides=overrides or (),
-        trusts_config=trust_config,
-    )
-    results = evaluate_exactly(
-        evaluation.cells, evaluation.plan.config, is_forced, TerminalInterface(quiet=is_quiet).say
-    )
-    console().print(*exact_tables(results), sep="\n")
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write_exact(output / "exact.csv", results)
-        console().print(f"table in {output / 'exact.csv'}", soft_wrap=True)
+            results = evaluate_exactly(plan, force, say)
+            out.print(*exact_tables(results), sep="\n")
+            if output is not None:
+                output.mkdir(parents=True, exist_ok=True)
+                write_csv(output / "exact.csv", list(asdict(results[0])), map(asdict, results))
+                out.print(f"table in {output / 'exact.csv'}", soft_wrap=True)
+            return
+        evaluated = run_in_loop(evaluate(plan, say))
+        out.print(*(places_tables(evaluated.places) or results_tables(evaluated.evaluations)), sep="\n")
+        for line in remark_lines(evaluated.evaluations):
+            out.print(line, soft_wrap=True)
+        out.print(f"{evaluated.played} games played; tables and games in {output}", soft_wrap=True)
 
 
 def play(
@@ -154,42 +107,20 @@ def play(
     env: Annotated[str | None, typer.Option(help="env_id[:players[:template]]; default: the config's first.")] = None,
     seat: Annotated[int | None, typer.Option(min=0, help="Your seat, or the first model's; default: random.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Two models play.")] = False,
-    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    config: TomlFile = None,
     override: SetKeys = None,
     trust_config: TrustConfig = False,
     debug: Debug = False,
 ) -> None:
     """Play one game against a model, or watch two models play."""
     with errors_as_messages(debug):
-        from unstable_lite.evaluation.playing import HUMAN, plan_game
-        from unstable_lite.evaluation.playing import play as play_one
+        from unstable_lite.evaluation.evaluator import HUMAN, plan_game
+        from unstable_lite.evaluation.evaluator import play as play_one
         from unstable_lite.orchestrator.event_loop import run_in_loop
 
         game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()), trust_config)
         record = run_in_loop(play_one(game, seat, console()))
         raise typer.Exit(0 if record.end != "void" else 1)
-
-
-def _plan_on_kept_config(
-    run_directory: Path,
-    models: list[str],
-    output: Path,
-    envs: list[str] | None,
-    overrides: list[str] | None,
-    trust_config: bool,
-) -> EvaluationPlan:
-    """Plan an evaluation of `models` with the run's config."""
-    from unstable_lite.evaluation.plan import plan_evaluation
-    from unstable_lite.planning.trust import run_config
-
-    return plan_evaluation(
-        models,
-        output=output,
-        config=run_config(run_directory, overrides or (), trust_config),
-        envs=envs or (),
-        opponents=["base"],
-        overrides=overrides or (),
-    )
 
 
 def probe(
@@ -210,21 +141,27 @@ def probe(
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.models import find_run
-        from unstable_lite.evaluation.probing import probe_tables, write_probes
-        from unstable_lite.evaluation.sampled import probe_by_samples
-        from unstable_lite.evaluation.scoring import probe_models
+        from unstable_lite.evaluation.plan import plan_evaluation
+        from unstable_lite.evaluation.probing import probe_by_samples, probe_tables, write_probes
         from unstable_lite.orchestrator.event_loop import run_in_loop
+        from unstable_lite.planning.trust import run_config
 
-        run_directory = find_run([str(run)]) or run
-        target = output or run_directory / "probe.csv"
-        compared = models or ["base", str(run)]
-        evaluation = _plan_on_kept_config(run_directory, compared, target, env, override, trust_config)
-        say = TerminalInterface().say
+        run_directory, changes, say = find_run([str(run)]) or run, override or (), TerminalInterface().say
+        plan = plan_evaluation(
+            models or ["base", str(run)],
+            output=(target := output or run_directory / "probe.csv"),
+            config=run_config(run_directory, changes, trust_config),
+            envs=env or (),
+            opponents=["base"],
+            overrides=changes,
+        )
         if samples is None:
-            probes = probe_models(evaluation.cells, evaluation.plan.config, games, say, device)
+            from unstable_lite.evaluation.scoring import probe_models  # loads torch: after every refusal
+
+            probes = probe_models(replace(plan, run=run_directory), games, say, device)
         else:
             (logs := run_directory / "logs" / "probe").mkdir(parents=True, exist_ok=True)
-            probes = run_in_loop(probe_by_samples(evaluation, games, samples, logs, say))
+            probes = run_in_loop(probe_by_samples(plan, games, samples, logs, say))
         write_probes(target, probes)
         console().print(*probe_tables(probes), sep="\n")
         console().print(f"table in {target}", soft_wrap=True)

@@ -42,6 +42,8 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError, UnstableError, OSError) as error:
         if debug:
             raise
+        if isinstance(error, KeyboardInterrupt):
+            print("error: interrupted", file=sys.stderr)  # noqa: T201
         if not isinstance(error, UnstableError | OSError):
             raise typer.Exit(EXIT_INTERRUPTED) from None
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:

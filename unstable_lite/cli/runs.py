@@ -1,109 +1,42 @@
-"""Commands about runs on this disk: runs, export, report."""
+"""Commands about runs on this disk: runs, top, report, push."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unstable_lite.cli.options import Debug, Outputs, console, errors_as_messages
-
-runs_app = typer.Typer(help="The runs on this disk: list, compare, prune.", invoke_without_command=True)
+from unstable_lite.cli.options import Debug, Outputs, TrustConfig, console, errors_as_messages
 
 
-@runs_app.callback()
-def runs(
-    context: typer.Context,
-    outputs: Outputs = Path("outputs"),
-    debug: Debug = False,
-) -> None:
-    """List the runs in --outputs, the newest first; or compare or prune them."""
-    if context.invoked_subcommand is None:
-        with errors_as_messages(debug):
-            from unstable_lite.dashboards.runs import list_runs, runs_table
-
-            console().print(runs_table(list_runs(outputs)), soft_wrap=True)
-
-
-@runs_app.command("compare")
-def compare_runs(
-    run_directories: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Run directories.")],
-    debug: Debug = False,
-) -> None:
-    """Show the config keys in which runs differ, and their results, side by side."""
+def runs(outputs: Outputs = Path("outputs"), debug: Debug = False) -> None:
+    """List the runs in --outputs, the newest first."""
     with errors_as_messages(debug):
-        from unstable_lite.dashboards.runs import column_name, compare
+        from unstable_lite.dashboards.run_directory import list_runs, runs_table
 
-        out = console()
-        directories, differing, results = compare(run_directories)
-        for number, directory in enumerate(directories):
-            out.print(f"{column_name(number)}  {directory}", soft_wrap=True)
-        if differing.row_count:
-            out.print(differing)
-        else:
-            out.print("their configs are the same")
-        out.print(results)
+        console().print(runs_table(list_runs(outputs)), soft_wrap=True)
 
 
-@runs_app.command("prune")
-def prune_runs(
-    run_directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN…]", help="Run directories; default: all in --outputs.")
+def top(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
     ] = None,
     outputs: Outputs = Path("outputs"),
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list.")] = False,
-    keep: Annotated[int, typer.Option(min=1, help="Number of newest intact checkpoints to keep of each run.")] = 1,
-    older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="Only runs without a write for this number of days.")
-    ] = 0.0,
-    train_data: Annotated[
-        bool, typer.Option("--train-data", help="Also train_data/, which report and export read.")
-    ] = False,
-    empty: Annotated[bool, typer.Option("--empty", help="Also whole runs without a checkpoint.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Remove older checkpoints of runs that have ended. Those that a resume needs and the best evaluated ones stay."""
+    """Watch a run from another terminal without affecting it. Key: q."""
     with errors_as_messages(debug):
-        from rich import filesize
+        from unstable_lite.dashboards.run_directory import RunDirectory
+        from unstable_lite.dashboards.top import show_once, watch
+        from unstable_lite.files import understood
+        from unstable_lite.tracking.run_directory import newest_run
 
-        from unstable_lite.dashboards.runs import find_prunable, prune, say_prunable
-
-        def say(text: str) -> None:
-            console().print(text, soft_wrap=True)
-
-        prunables = find_prunable(outputs, run_directories or (), keep, older_than, train_data, empty)
-        num_bytes = say_prunable(prunables, say)
-        if not num_bytes:
-            say("nothing to prune")
-        elif not yes:
-            say(f"{filesize.decimal(num_bytes)} in all; nothing was removed; add --yes to remove them")
-        else:
-            for prunable in prunables:
-                if prunable.paths and (reason := prune(prunable)) is not None:
-                    say(f"{prunable.directory}: nothing was removed, because {reason}")
-                    num_bytes -= prunable.size_bytes
-            say(f"{filesize.decimal(num_bytes)} freed")
-
-
-def export(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,
-    safe_for_spreadsheets: Annotated[
-        bool,
-        typer.Option("--safe-for-spreadsheets", help="Put an apostrophe before text that would be a formula."),
-    ] = False,
-    debug: Debug = False,
-) -> None:
-    """Write the CSV files of UnstableBaselines: training data, evaluation, collection."""
-    with errors_as_messages(debug):
-        from unstable_lite.dashboards.export import export_csv
-
-        target = output or run_directory / "csv"
-        counts = export_csv(run_directory, target, safe_for_spreadsheets)
-        console().print(
-            f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
-        )
+        run, out = RunDirectory(directory or newest_run(outputs)), console()
+        with understood(run.directory):
+            (watch if out.is_terminal and sys.stdin.isatty() else show_once)(run, out)
 
 
 def report(
@@ -129,3 +62,45 @@ def report(
             f"{written.size_bytes / 1e6:.1f} MB; open it in a browser",
             soft_wrap=True,
         )
+
+
+def push(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="USER/NAME on the Hugging Face hub.")],
+    checkpoint: Annotated[str, typer.Option(help="The number of an update, 'best' or 'last'.")] = "last",
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model, with the adapter merged in.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[
+        Path | None, typer.Option("--dry-run", metavar="DIR", help="Write this new folder, and upload nothing.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The base on the hub, if model_name is a local directory.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Licence for the card, such as 'apache-2.0'.")] = None,
+    with_options: Annotated[bool, typer.Option("--with-options", help="Also publish env_kwargs and options.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Upload without a question.")] = False,
+    trust_config: TrustConfig = False,
+    debug: Debug = False,
+) -> None:
+    """Publish a checkpoint on the Hugging Face hub: adapter or merged model, with a model card."""
+    with errors_as_messages(debug):
+        from unstable_lite.sharing.publishing import plan_publication, upload, write_folder
+
+        say = functools.partial(console().print, soft_wrap=True)
+        publication = plan_publication(
+            run_directory,
+            repository,
+            checkpoint,
+            base=base_model,
+            merges=merge,
+            license=license,
+            trusts_config=trust_config,
+            with_options=with_options,
+        )
+        if dry_run is not None:
+            write_folder(publication, dry_run)
+            say(f"{dry_run}: {', '.join(sorted(file.name for file in dry_run.iterdir()))}")
+        else:
+            asked = not yes and sys.stdin.isatty()
+            may_publish = functools.partial(typer.confirm, f"Publish this as {repository}?")
+            say(upload(publication, private, say, may_publish if asked else lambda: True))

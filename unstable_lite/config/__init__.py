@@ -63,8 +63,8 @@ class Config(Section):
         if not isinstance(algorithm, type):
             return algorithm
         name = name_of("algorithm", algorithm)
-        package, _, own = name.partition(":")[0].rpartition(".")
-        return own if package == "unstable_lite.learner.algorithms" else name
+        is_own = name.startswith("unstable_lite.learner.algorithms.")
+        return algorithm.__name__.removesuffix("Learner").lower() if is_own else name
 
     @field_validator("eval_envs")
     @classmethod

@@ -1,8 +1,8 @@
 """Spelling of the env ids that name no class of TextArena.
 
 They are OpenSpiel's games, `openspiel:NAME` or `openspiel:NAME(parameter=value,...)`, and files of questions,
-`questions:PATH.jsonl`. Knows only the text. `games.openspiel.names` knows whether a game and its parameters exist;
-`games.questions.reader` reads a file.
+`questions:PATH.jsonl`. Knows only the text. `games.openspiel.game` knows whether a game and its parameters exist;
+`games.questions` reads a file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def is_openspiel(env_id: str) -> bool:
     return env_id.startswith(PREFIX)
 
 
-def is_questions(env_id: str) -> bool:
+def is_judged(env_id: str) -> bool:
+    """Return whether a player's free answer is right or wrong there, instead of a move from a list of legal ones."""
     return env_id.startswith(QUESTIONS)
 
 
-def questions_path(env_id: str) -> Path:
-    return Path(env_id.removeprefix(QUESTIONS))
+def content_file(env_id: str) -> Path | None:
+    """Return the file from which an env plays, in its order, and that a resume must find unchanged; None if none."""
+    return Path(env_id.removeprefix(QUESTIONS)) if env_id.startswith(QUESTIONS) else None
 
 
 def canonical_env_id(env_id: str) -> str:
@@ -40,8 +42,7 @@ def canonical_env_id(env_id: str) -> str:
     The path of a file of questions becomes absolute, so that a resumed run finds it from any working directory. Ids of
     TextArena's envs are returned unchanged. Raises ValueError for an id that cannot be parsed.
     """
-    if is_questions(env_id):
-        path = questions_path(env_id)
+    if (path := content_file(env_id)) is not None:
         if path.suffix != SUFFIX or not env_id.isprintable() or "|" in env_id:
             raise ValueError(f"{env_id!r} is not a file of questions: write {QUESTIONS}PATH{SUFFIX}, without |")
         try:
@@ -77,8 +78,8 @@ def slug(env_id: str) -> str:
 
     A file of questions gives `questions-NAME` without its directory, so that runs on several machines have one tag.
     """
-    if is_questions(env_id):
-        return "questions-" + re.sub(r"[^\w.-]+", "-", questions_path(env_id).stem)
+    if (path := content_file(env_id)) is not None:
+        return "questions-" + re.sub(r"[^\w.-]+", "-", path.stem)
     return env_id.translate(_IN_SLUG) if is_openspiel(env_id) else env_id
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from unstable_lite.config.env_ids import canonical_env_id, is_questions
+from unstable_lite.config.env_ids import canonical_env_id, is_judged
+from unstable_lite.config.reference import from_reference
 from unstable_lite.config.section import Section
 from unstable_lite.types import Observation, Sampling
 
@@ -39,6 +40,13 @@ def _argument(name: str, value: Any) -> Any:
     return value
 
 
+def _two_numbers(value: Any) -> Any:
+    """Return a list of two whole numbers. Raises ValueError for any other value."""
+    if isinstance(value, list | tuple) and [*map(type, value)] == [int, int]:
+        return value
+    raise ValueError("write [least, most], two whole numbers of updates")
+
+
 def eval_temperature(value: float) -> float:
     """Return a temperature at which evaluations can sample. Raises ValueError for any other."""
     if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
@@ -50,6 +58,7 @@ Keywords = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), Plain
 """Table of keyword arguments, as pairs of name and value."""
 
 
+@from_reference()
 class EnvSpec(Section):
     env_id: Annotated[str, AfterValidator(canonical_env_id)]
     """Id of a TextArena env; `module:id` of one that a custom module registers with TextArena; or a game of OpenSpiel,
@@ -63,14 +72,14 @@ class EnvSpec(Section):
     """Function that extracts the action from an answer: the last `\\boxed{}`, in square brackets for games; `boxed`,
     its content alone, which `default` means for questions; `exact`, the action of `\\boxed{[action]}` if the answer is
     nothing else; or `module:function`."""
-    max_turns: int = 200
+    max_turns: int = Field(200, ge=1)
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"
     """Text that a player sees: `env`, the game so far as the env id's own wrapper shows it; `first-last`, the first and
     the last message; `board`, the rules and the newest board, only for board games (docs/games.md)."""
     isolated: bool | None = None
-    """Whether its games run in processes that can be killed wherever they hang; default: if the env is known to loop or
-    its reset is slow. A turn then costs a round trip, 0.1 ms and more."""
+    """Whether its games run in processes that can be killed wherever they hang; default: if the env is known to loop,
+    its reset is slow, or its games depend on the hash seed. A turn then costs a round trip, 0.1 ms and more."""
     reward_scale: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Factor that makes rewards of the utilities of an OpenSpiel game; default: 1 / the largest size of a utility.
     Metrics show the utilities themselves. Not for other envs."""
@@ -83,7 +92,7 @@ class EnvSpec(Section):
     @property
     def extraction(self) -> str:
         """Name of the function that reads answers."""
-        is_left_open = self.action_extraction_fn == "default" and is_questions(self.env_id)
+        is_left_open = self.action_extraction_fn == "default" and is_judged(self.env_id)
         return "boxed" if is_left_open else self.action_extraction_fn
 
 
@@ -169,7 +178,7 @@ class LeagueConfig(Section):
     """Players that do not change (docs/opponents.md): `scripted:random` and other scripted players; the frozen players
     `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N`, `run:DIRECTORY/best`, `run:DIRECTORY/newest`; custom classes as
     `module:Class`; models behind the endpoint of section `opponents`."""
-    opponent_lag: tuple[int, int] = (1, 7)
+    opponent_lag: Annotated[tuple[int, int], BeforeValidator(_two_numbers)] = (1, 7)
     """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
     max_active_checkpoints: int | None = Field(None, ge=1)
     """Number of checkpoints that can be played at once, the current one included; each needs an adapter slot. Default:
@@ -177,8 +186,6 @@ class LeagueConfig(Section):
     active_checkpoints_by: Literal["recency", "match-quality", "nearest-rating"] = "recency"
     """Choice of these checkpoints if there are more: the newest, those of the best TrueSkill match quality, or those of
     the nearest μ."""
-    rotate_checkpoints_every: int = Field(1, ge=1)
-    """Number of updates between two selections of these checkpoints."""
     keep_checkpoints: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Updates whose adapters stay on disk forever, in `adapters/` of the run directory, and may be opponents at any
     age. Others stay while they may be opponents."""
@@ -188,8 +195,6 @@ class LeagueConfig(Section):
     """Adapter that plays the seats of the current policy in a training game: `game`, the one that was current when the
     game began; `turn`, for each turn the newest, so that long games hold no adapter slots (docs/league.md). Not with
     `run.group_size` above 1, nor with an algorithm that learns from episodes."""
-    trueskill_beta: float = Field(4.0, gt=0)
-    """Amount of chance in a game: the difference in skill that wins 76 % of the games."""
 
     def opponents_in(self, env: TrainEnvSpec) -> tuple[str, ...]:
         """Return the fixed opponents that the strategy may draw in a training env."""
@@ -205,9 +210,6 @@ class BranchingConfig(Section):
     at: Literal["random", "uncertain"] = "random"
     """Choice of the turn: `random`, each turn of the policy in the newest games equally likely; `uncertain`, in
     proportion to the spread that returns had in the groups that started at the turn of this number so far."""
-    # Not a share of the game's length: that would choose states by the luck that the earlier game had after them.
-    window: tuple[Annotated[int, Field(ge=1)], int] = (1, 1_000_000)
-    """Numbers of the first and the last turn at which a group may start, counted from 0 over all players."""
     chance: Literal["same", "fresh"] = "fresh"
     """Chance after the start (dice, cards, scripted players): `fresh`, of its own in each game, so that the spread of a
     group's returns shows how certain the return of the state is; `same`, as in the earlier game, so that the games of a
@@ -225,8 +227,6 @@ class OpponentsConfig(Section):
     """URL of the endpoint. Default: the environment's OPENAI_BASE_URL, else OpenRouter."""
     timeout_s: float = Field(120.0, gt=0)
     """Time limit of one attempt."""
-    max_retries: int = Field(4, ge=0)
-    """Number of further attempts, with growing waits, after a transient error: no connection, 408, 409, 429, 5xx."""
     max_concurrent_requests: int = Field(32, ge=1)
     """Most requests in flight at once over all games; further ones wait."""
     temperature: float | None = Field(None, ge=0)
@@ -234,22 +234,10 @@ class OpponentsConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of one answer. Default: the endpoint's."""
     max_requests: int | None = Field(None, ge=1)
-    """Most requests. When this limit or one of the next two is reached, games against these opponents end (those in
+    """Most requests. When this limit or the next one is reached, games against these opponents end (those in
     flight are void); the run continues with other games, or ends if there are none."""
     max_total_tokens: int | None = Field(None, ge=1)
     """Most tokens of prompts and answers together."""
-    max_usd: float | None = Field(None, gt=0)
-    """Largest cost in US dollars, computed from the two prices below."""
-    usd_per_million_prompt_tokens: float = Field(0.0, ge=0)
-    """Price of prompt tokens, for `max_usd`."""
-    usd_per_million_completion_tokens: float = Field(0.0, ge=0)
-    """Price of completion tokens, for `max_usd`."""
-    pause_s: float = Field(10.0, gt=0)
-    """First pause for a model that fails repeatedly; it doubles until the model answers."""
-    max_pause_s: float = Field(600.0, gt=0)
-    """Longest such pause."""
-    outage_s: float = Field(600.0, gt=0)
-    """Time for which an evaluation by `run.eval_games` waits for a model that is down; then its games are void."""
 
 
 class TemplateConfig(Section):
@@ -274,3 +262,6 @@ class TemplateConfig(Section):
     """Strings that end the answer, besides the model's end tokens and, with `chat`, the markup that closes a turn."""
     zero_sum: bool = False
     """Whether `{game}` calls games of several players zero-sum."""
+    think: tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that open and close a thought, for example `["<think>", "</think>"]`. Default: those of the model, if its
+    tokenizer or chat template has tags that are known (Qwen, DeepSeek, Magistral, Harmony and others)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -14,25 +16,46 @@ from unstable_lite.config import Config
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 MAX_LEVELS = 16
 """Deepest nesting of tables and lists."""
-RENAMED = {
+REMOVED = {
     "run.mode": 'set run.schedule ("async" or "sync") and engine.when_shared ("split" or "sleep")',
+    "run.loop_stall_s": "remove it; it is 30 s, or twice run.env_timeout_s if that is longer",
+    "run.max_eval_games_per_ckpt": "set run.eval_share or run.num_eval_workers",
+    "engine.enforce_eager": "set it in engine.options",
     "learner.gradient_checkpointing": "set learner.activation_checkpointing",
     "learner.use_trainer_cache": "remove it; it only cost memory",
+    "learner.start_timeout_s": "set engine.start_timeout_s, which is also the learner's",
+    "learner.logits_chunk_tokens": "lower learner.max_tokens_per_micro_batch if memory is short",
+    "learner.shard_base": "remove it; every rank holds the whole base, so take a smaller one or a larger GPU",
+    "branching.window": "remove it; groups may start at any turn",
+    "tracker.keep_train_data": "remove it; the files of train_data/ may be deleted when the run is over",
 }
 """Former keys, with what to write instead."""
+_CONSTANTS = """
+    run.restart_backoff_s run.max_action_chars run.max_void_games engine.request_timeout_s engine.stall_timeout_s
+    learner.update_timeout_s learner.adam_betas learner.infer_mini_batch_size sft.max_games tracker.transcript_every
+    tracker.max_part_mb league.rotate_checkpoints_every league.trueskill_beta alarms.*.updates opponents.max_retries
+    opponents.pause_s opponents.max_pause_s opponents.outage_s
+"""
+REMOVED |= dict.fromkeys(_CONSTANTS.split(), "remove it; it is a constant now")
+_PRICES = "opponents.max_usd opponents.usd_per_million_prompt_tokens opponents.usd_per_million_completion_tokens"
+REMOVED |= dict.fromkeys(_PRICES.split(), "set opponents.max_total_tokens or opponents.max_requests")
 
 
 def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:
     """Read a TOML file and apply `section.key=value` overrides; see `parse_config`.
 
-    Raises ConfigError if there is no TOML to read.
+    In the config that a run recorded, keys that no longer exist are ignored. Raises ConfigError if there is no TOML.
     """
     try:
         raw = parse_toml(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if is_recorded(path) and (ignored := drop_removed(raw)):
+        log.warning("%s: these keys no longer exist and are ignored: %s", path, ", ".join(ignored))
     for override in overrides:
         _apply_override(raw, override)
     try:
@@ -40,6 +63,23 @@ def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | N
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return config, [f"{path}: {problem}" for problem in problems]
+
+
+def is_recorded(path: Path) -> bool:
+    """Return whether the file is the config that a run wrote into its directory."""
+    return path.name == "config.toml" and path.with_name("versions.json").is_file()
+
+
+def drop_removed(raw: dict[str, Any]) -> list[str]:
+    """Remove the keys that no longer exist from a recorded config, and return their names."""
+    found: list[str] = []
+    for name in REMOVED:
+        section, *between, key = name.split(".")
+        tables = [table] if isinstance(table := raw.get(section), dict) else []
+        if between:
+            tables = [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+        found += [name] * any([table.pop(key, found) is not found for table in tables])
+    return found
 
 
 def parse_toml(content: bytes, where: str) -> dict[str, Any]:
@@ -88,17 +128,15 @@ def _check_bounds(raw: dict[str, Any]) -> None:
 def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
     """Return `raw` without the keys that `error` names; an env entry is removed as a whole."""
     offenders: set[tuple[Any, ...]] = {tuple(detail["loc"][:2]) for detail in error.errors()}
-    kept: dict[str, Any] = {}
-    for section, table in raw.items():
-        if (section,) in offenders:
-            continue
+
+    def kept(section: str, table: Any) -> Any:
         if isinstance(table, dict):
-            kept[section] = {key: value for key, value in table.items() if (section, key) not in offenders}
-        elif isinstance(table, list | tuple):
-            kept[section] = [entry for index, entry in enumerate(table) if (section, index) not in offenders]
-        else:
-            kept[section] = table
-    return kept
+            return {key: value for key, value in table.items() if (section, key) not in offenders}
+        if isinstance(table, list | tuple):
+            return [entry for index, entry in enumerate(table) if (section, index) not in offenders]
+        return table
+
+    return {section: kept(section, table) for section, table in raw.items() if (section,) not in offenders}
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -128,8 +166,8 @@ def _problems(error: ValidationError) -> list[str]:
             continue  # a table that is refused as a table need not also be refused as a string
         location = [part for part in detail["loc"] if part != "Transformation" and "[" not in str(part)]
         key = ".".join(map(str, location))
-        if key in RENAMED:
-            problems.append(f"{key} = {detail['input']!r} is no longer a key: {RENAMED[key]}")
+        if (former := re.sub(r"^alarms\.\w+\.", "alarms.*.", key)) in REMOVED:
+            problems.append(f"{key} = {detail['input']!r} is no longer a key: {REMOVED[former]}")
         elif detail["type"] == "extra_forbidden":
             problems.append(f"unknown key {key!r}; {_hint(str(location[-1]), _known_keys(location[:-1]))}")
         elif detail["type"] == "missing":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from unstable_lite.config.section import Section
 
@@ -17,12 +17,6 @@ class TrackerConfig(Section):
     keep_tokens: bool = False
     """Whether to keep each turn's sampled token ids with their log-probabilities in games.jsonl, and the learner's
     log-probabilities in train_data/."""
-    keep_train_data: bool = True
-    """Whether to keep the data that each update trained on, in train_data/."""
-    transcript_every: int = Field(10, ge=0)
-    """Number of updates between games that TensorBoard and W&B show as text; 0: none."""
-    max_part_mb: float = Field(64.0, gt=0)
-    """Size in MB at which games.jsonl continues in a new file; the full one is compressed."""
 
 
 class AlarmConfig(Section):
@@ -33,34 +27,15 @@ class AlarmConfig(Section):
     action: Literal["off", "warn", "pause", "stop"] = "warn"
     """`warn`: report the alarm. `pause`: also save a checkpoint, stop playing and learning, and wait until the file
     PAUSED in the run directory is deleted. `stop`: also finish the update, save a checkpoint, and end with an error."""
-    updates: int = Field(1, ge=1)
-    """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it. Always 1
-    for `starved` and `skipped`."""
 
 
 class ShareAlarm(AlarmConfig):
     """Alarm whose metric is a share; with a threshold of 1 it could never be on."""
 
-    @field_validator("threshold")
-    @classmethod
-    def _is_below_one(cls, threshold: float) -> float:
-        if not threshold < 1:
-            raise ValueError('applies to a share: set at least 0 and less than 1; action = "off" disables the alarm')
-        return threshold
+    threshold: float = Field(ge=0, lt=1)
 
 
-class UncountedAlarm(AlarmConfig):
-    """Alarm that does not count updates."""
-
-    @field_validator("updates")
-    @classmethod
-    def _is_one(cls, updates: int) -> int:
-        if updates != 1:
-            raise ValueError("this alarm does not count updates; use its threshold instead")
-        return updates
-
-
-class StarvedAlarm(UncountedAlarm):
+class StarvedAlarm(AlarmConfig):
     """Alarm whose threshold is a time, and which would always be on with 0."""
 
     threshold: float = Field(gt=0)
@@ -74,24 +49,27 @@ class AlarmsConfig(Section):
 
     mismatch: AlarmConfig = AlarmConfig(threshold=0.1)
     """Mean |Δ log p| between engine and learner over a sample of each update's steps."""
-    clipping: ShareAlarm = ShareAlarm(threshold=0.2, updates=3)
+    clipping: ShareAlarm = ShareAlarm(threshold=0.2)
     """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
-    staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)
+    staleness: AlarmConfig = AlarmConfig(threshold=6.0)
     """Mean age of an update's tokens, in updates; `buffer.max_staleness` bounds the oldest."""
-    dropped: ShareAlarm = ShareAlarm(threshold=0.05, updates=3)
+    dropped: ShareAlarm = ShareAlarm(threshold=0.05)
     """Share of the steps leaving the buffer for an update that are dropped as older than `buffer.max_staleness`."""
-    entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
+    entropy: AlarmConfig = AlarmConfig(threshold=0.02)
     """Mean entropy of the policy at an update's tokens, in nats; the alarm is on below the threshold."""
-    high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
+    high_entropy: AlarmConfig = AlarmConfig(threshold=3.0)
     """Mean entropy minus that of the run's first update; the alarm is on above the threshold."""
-    repetition: ShareAlarm = ShareAlarm(threshold=0.5, updates=3)
+    repetition: ShareAlarm = ShareAlarm(threshold=0.5)
     """Share of 4-grams of tokens that occurred before in the same completion."""
-    identical: ShareAlarm = ShareAlarm(threshold=0.95, updates=5)
+    identical: ShareAlarm = ShareAlarm(threshold=0.95)
     """Share of an update's steps with the most common completion."""
-    zero_advantage: ShareAlarm = ShareAlarm(threshold=0.95, updates=5)
+    zero_advantage: ShareAlarm = ShareAlarm(threshold=0.95)
     """Share of an update's steps whose advantage is 0."""
-    invalid_moves: ShareAlarm = ShareAlarm(threshold=0.9, updates=5)
+    invalid_moves: ShareAlarm = ShareAlarm(threshold=0.9)
     """Share of an env's newest training games that the policy ended with an invalid move."""
+    ended_early: ShareAlarm = ShareAlarm(threshold=0.02)
+    """Share of an env's newest games, void ones included, with one reason of an end other than the rules, an invalid
+    move or the turn cap."""
     collapse: AlarmConfig = AlarmConfig(threshold=0.0)
     """Distance by which the interval of the newest evaluation lies below that of the best one before it, in points (win
     1, draw 1/2), or in mean reward if the env has no winner."""
@@ -104,7 +82,7 @@ class AlarmsConfig(Section):
     starved: StarvedAlarm = StarvedAlarm(threshold=900.0)
     """Seconds in which training games ended but none brought the learner a step and no batch waited; or in which games
     of one env ended but updates were made without a step of it."""
-    skipped: UncountedAlarm = UncountedAlarm(threshold=9, action="stop")
+    skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
     """Number of consecutive batches skipped because the loss was not finite or none of their steps could be trained
     on."""
 

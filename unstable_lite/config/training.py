@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -26,15 +26,17 @@ class RunConfig(Section):
     become older than `buffer.max_staleness` allows: `check` predicts the number, the metric `run/games_in_flight`
     reports it."""
     num_eval_workers: int = Field(16, ge=0)
-    """Number of evaluation games in flight beside training; with 0, only `eval_games` evaluates.
+    """Most evaluation games in flight beside training; with 0, only `eval_games` evaluates.
 
     eval.jsonl has their results by checkpoint, labelled "concurrent". Games in flight when training ends are abandoned,
     so the last checkpoints' results come from shorter games.
     """
+    eval_share: float = Field(0.1, gt=0, le=1)
+    """Largest share of the newest 512 games that `num_eval_workers` play, at least one game; 1: no limit, as in the
+    reference, so that they also play while training games wait for the learner. The metric `run/eval_share` reports
+    it. The games of `eval_games` do not count."""
     eval_games: int = Field(0, ge=0)
     """Games per eval env and evaluation, balanced over the seats, before the first and after the last update."""
-    max_eval_games_per_ckpt: int | None = Field(None, ge=1)
-    """Most games that `num_eval_workers` play with one checkpoint; then they wait for the next one."""
     filter_opponent_invalid: bool = False
     """Whether to leave out the steps of a player whose game ended with another player's invalid move."""
     eval_every: int | None = Field(None, ge=1)
@@ -56,19 +58,10 @@ class RunConfig(Section):
     group_size: int = Field(1, ge=1)
     """Number of times that each training game is played, with the same env, seed, opponents and (except for
     "duplicate") seats: see `rewards.group_baseline`."""
-    max_action_chars: int = Field(2000, ge=1)
-    """Longest action, in characters; longer ones are truncated before they reach the env."""
     env_timeout_s: float = Field(5.0, gt=0)
     """Longest time of one call into an env; a longer call is interrupted and its game is void."""
-    loop_stall_s: float = Field(30.0, gt=0)
-    """Time for which the event loop, which all games share, may be blocked (by an endless reward transform, a blocking
-    call) before an alarm, with the stacks in logs/orchestrator.log. After ten times as long the process exits."""
     max_restarts: int = Field(5, ge=0)
     """Number of deaths of one worker within an hour that the run survives by restarting it."""
-    restart_backoff_s: float = Field(1.0, ge=0)
-    """Wait before the first of these restarts; it doubles before each further one."""
-    max_void_games: int = Field(20, ge=1)
-    """Number of consecutive void games of one env that ends the run, with the error of the last one."""
 
 
 class EngineConfig(Section):
@@ -81,14 +74,13 @@ class EngineConfig(Section):
     temperature: float = Field(0.6, gt=0)
     """Sampling temperature; the learner divides its logits by the same value. Training needs at least 0.01."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling threshold. The reference hides 0.95 here; below 1 the learner's importance ratio has no
-    meaning."""
+    """Nucleus sampling threshold. The reference hides 0.95 here; below 1 the learner's importance weights are wrong."""
     allow_top_p: bool = False
     """Whether to accept `top_p` below 1, although importance weights are then wrong."""
     max_generation_len: int = Field(4096, ge=1)
     """Largest number of tokens of one completion."""
     thinking_tokens: int | None = Field(None, ge=1)
-    """Largest number of tokens that a model may think in one turn, less than `max_generation_len`: an open `<think>` is
+    """Largest number of tokens that a model may think in one turn, less than `max_generation_len`: an open thought is
     then closed for it, and it answers with the tokens that remain. Default: thinking has no budget of its own."""
     max_model_len: int = Field(8192, ge=2)
     """Largest number of tokens of prompt and completion together; at most the model's own limit, which with LongRoPE is
@@ -96,12 +88,14 @@ class EngineConfig(Section):
     max_parallel_seq: int = Field(256, ge=1)
     """Number of requests that one worker runs at once. Reference: 128, too few to keep a large GPU busy."""
     max_loras: int = Field(8, ge=1)
-    """Number of adapter versions that are loaded at once: the current one, those of games in flight, and opponents."""
+    """Number of adapter versions that are loaded at once: the current one, those of games in flight, and opponents. The
+    default is higher if the league needs more, as `lagged` does; `check` shows it."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the base model; `auto`: 16 bits on GPUs, on the CPU the faster type for the model's width."""
     threads: int | None = Field(None, ge=1)
-    """Number of CPU threads of one worker. Default: 1 on a GPU, else the cores divided among all workers. For a small
-    model, another "cpu" in `devices` uses a core better than another thread does; see docs/gpus.md."""
+    """Number of CPU threads of one worker. Default: 1 on a GPU, else the cores that the process may use (a container's
+    CPU quota counts), divided among all workers. For a small model, another "cpu" in `devices` uses a core better than
+    another thread does; see docs/gpus.md."""
     when_shared: Literal["split", "sleep"] = "split"
     """Use of a device that the learner shares. `split`: both compute at the same time, and a GPU's memory is divided by
     `gpu_memory_utilization` of both sections. `sleep`: in turns; while the learner learns, the engines on its devices
@@ -112,8 +106,6 @@ class EngineConfig(Section):
     `when_shared` is "sleep"), divided by the number of engines on the GPU."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory for the KV cache of an engine on the CPU."""
-    enforce_eager: bool | None = None
-    """`vllm` only: whether to do without compilation and CUDA graphs. Default: eager on the CPU, graphs on a GPU."""
     tensor_parallel: int = Field(1, ge=1)
     """`vllm` only: number of GPUs of one engine, which divide the model if it does not fit on one GPU. `devices` lists
     that many for each engine. Untested: no machine with two GPUs has run it yet."""
@@ -126,19 +118,12 @@ class EngineConfig(Section):
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """`vllm` only: further arguments of `vllm.EngineArgs`, under its names."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Time limit for a worker to load its model."""
-    request_timeout_s: float = Field(600.0, gt=0)
-    """Time after which a request without a reply fails."""
-    stall_timeout_s: float = Field(300.0, gt=0)
-    """Time after which a worker that owes replies but sends nothing is killed and restarted."""
+    """Time limit for a worker, engine or learner, to load its model."""
     urls: tuple[str, ...] = ()
     """`vllm-server` only: URLs of the vLLM servers, with one worker for each; see docs/cluster.md. If they require a
     key, it comes from the environment variable VLLM_API_KEY."""
     adapter_folder: UserPath | None = None
     """`vllm-server` only: a folder that this machine and every server see under the same absolute path."""
-    adapter_receivers: tuple[str, ...] = ()
-    """`vllm-server` only, if no folder is shared: URLs of the side-cars that receive adapters by HTTP, one for each of
-    `urls` in the same order. Their secret comes from the environment variable ADAPTER_RECEIVER_API_KEY."""
     replies: tuple[str, ...] = ("\\boxed{[0]}",)
     """`scripted` only: completions that the engine draws from."""
 
@@ -159,10 +144,6 @@ class LearnerConfig(Section):
     rendezvous: str | None = None
     """`HOST:PORT` of this machine at which remote ranks join. The traffic is neither encrypted nor authenticated, as
     always with torch.distributed: use a network that no other machine can reach."""
-    shard_base: bool = False
-    """Whether each rank holds a shard of the frozen base and gathers the rest layer by layer, for a base that does not
-    fit one device. Slower; needs torch 2.7. Running out of memory then ends the run: lower
-    `max_tokens_per_micro_batch`."""
     batch_size: int = Field(384, ge=1)
     """Number of steps of one update; at least as many if it learns from whole trajectories (`a2c`, `ppo`)."""
     mini_batch_size: int | None = Field(None, ge=1)
@@ -181,8 +162,6 @@ class LearnerConfig(Section):
     """`adamw8bit` keeps the moments of large matrices in 8 bits; it needs bitsandbytes."""
     weight_decay: float = Field(0.01, ge=0)
     """Weight decay of AdamW."""
-    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moments."""
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient; `learner/grad_clipped` is the share of steps that it limits."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
@@ -223,8 +202,6 @@ class LearnerConfig(Section):
     turn."""
     normalize_adv: bool = True
     """Whether to normalise a batch's advantages to mean 0 and standard deviation 1, for algorithms with a critic."""
-    infer_mini_batch_size: int = Field(16, ge=1)
-    """Most prompts that the critic reads at once if no gradient is needed."""
     ppo_epochs: int = Field(4, ge=1)
     """Number of passes of `ppo` and `grpo` over one batch; an update always makes one adapter version."""
     ppo_minibatches: int = Field(1, ge=1)
@@ -235,9 +212,6 @@ class LearnerConfig(Section):
     """The same distance above 1 (clip-higher); default: `clip_range`."""
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Keyword arguments of a custom algorithm's `__init__`."""
-    logits_chunk_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of completion tokens whose logits exist at once; each takes 10 bytes per entry of the vocabulary. `auto`:
-    1,024 on a GPU, 128 on the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the frozen base; adapters and optimiser are always float32. `auto`: bfloat16 if the
     device computes it."""
@@ -248,19 +222,9 @@ class LearnerConfig(Section):
     engines share the GPU at the same time, the share that they leave minus 0.05; else no limit."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads. Default: 4 on a GPU, else the cores divided among all workers."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Time limit for the learner to load its model."""
-    update_timeout_s: float = Field(3600.0, gt=0)
-    """Time after which an update counts as stuck."""
     canary_tolerance: float = Field(0.2, gt=0)
     """Largest mean |Δ log p| between engine and learner on the base model that counts as rounding at startup; with more
     the run does not start. Afterwards adapters are judged against the measured value."""
-
-    def chunk_tokens(self, is_on_gpu: bool) -> int:
-        """Return `logits_chunk_tokens` with "auto" decided."""
-        if self.logits_chunk_tokens == "auto":
-            return 1024 if is_on_gpu else 128
-        return self.logits_chunk_tokens
 
 
 class LoraConfig(Section):
@@ -352,8 +316,6 @@ class SftConfig(Section):
     answer has the requested form and did not end the game as an invalid move."""
     pairs: int = Field(750, ge=1)
     """Number of turns to keep."""
-    max_games: int = Field(10_000, ge=1)
-    """Most games to play if the filter leaves too few turns."""
     data: UserPath | None = None
     """JSONL file to train on, all pairs of it, instead of playing games. Each line has an `observation`, from which the
     template makes the prompt, or a `prompt`; and an `action`, which is written as the template requests, or a

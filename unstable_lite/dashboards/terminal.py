@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from unstable_lite.config.games import against
@@ -32,10 +32,10 @@ PLAIN_LINE_EVERY_S = 5.0
 
 
 class VisibleConsole(Console):
-    """Console whose text is neither markup nor terminal control."""
+    """Console whose text is neither markup, emoji codes nor terminal control."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, highlight=False, markup=False)
+        super().__init__(**options, highlight=False, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, with control characters made visible; rich's own control segments stay."""
@@ -183,20 +183,31 @@ def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{key:<{width}}{value}" for key, value in rows)
 
 
+def plain_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return an empty table with columns of names on the left and of numbers on the right."""
+    table = Table(
+        *(Column(name, overflow="fold") for name in names),
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
 def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """Return one table for each env and opponent, in chronological order."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        table = Table(title=f"{env_id}{against(opponent)}", title_justify="left", box=box.SIMPLE_HEAD)
-        table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
-        table.add_column("when")
-        table.add_column("model")
         rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         has_winners = any(math.isfinite(e.points) for e in rows)
         has_choices = any(e.choices for e in rows)
         shown = ("points", "95 % interval", "won", "draw") if has_winners else ("reward", "95 % interval")
-        for name in ("games", *shown, "own\ninvalid", *["best\nmoves"] * has_choices):
-            table.add_column(name, justify="right")
+        columns = ("games", *shown, "own\ninvalid", *["best\nmoves"] * has_choices)
+        table = plain_table(f"{env_id}{against(opponent)}", ("when", "model"), columns)
         for evaluation in rows:
             if not evaluation.n:
                 share = interval = "–"
@@ -216,6 +227,11 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 evaluation.own_invalid,
                 *[f"{evaluation.optimal_share:.0%}" if evaluation.choices else "–"] * has_choices,
             )
-        table.caption, table.caption_justify = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None, "left"
+        table.caption = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None
         tables.append(table)
     return tables
+
+
+def remark_lines(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the remarks on evaluations, to print below their tables."""
+    return [f"{e.label}, {e.env_id}{against(e.opponent)}: {remark}" for e in evaluations for remark in e.remarks]

@@ -1,27 +1,35 @@
-"""Dashboard: panels of one run for a terminal of at least 80 × 24 characters.
+"""Dashboard: panels of one run for a terminal of at least 80 × 24 characters, redrawn until the viewer quits.
 
-Draws the contents of a RunView; itself reads only the load of this machine.
+Draws the contents of a RunDirectory; itself reads only the load of this machine. The run is not affected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.layout import Layout
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text, TextType
 
-from unstable_lite.dashboards.league_panel import league_panel
-from unstable_lite.dashboards.run_view import RunView
+from unstable_lite.dashboards.league import league_panel
+from unstable_lite.dashboards.run_directory import RunDirectory
+from unstable_lite.tracking.displayed_metrics import METRICS, Metric, metrics_of_env
 
+REDRAW_S = 1.0
+LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 BARS = "▁▂▃▄▅▆▇█"
 SILENT_S = 10.0
 """Age of live.json from which the event loop counts as blocked; a run writes it every two seconds."""
@@ -29,7 +37,6 @@ SAMPLES = 128
 """Most updates in a sparkline (reference: `terminal_interface.py`)."""
 GOOD, FAIR = 0.75, 0.40
 """Shares of a bar from which it is coloured as good, and as fair (reference)."""
-PAST = Text("not recorded for past updates", style="dim")
 FIRST_LOOK_S = 0.1
 """Time over which a process's load is first measured; later it is measured from frame to frame."""
 NARROW = 72
@@ -44,55 +51,63 @@ ROOMY = 30
 """Height from which alarms have a panel; below it the newest alarm is shown under the header."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Row of a statistics panel: its label, its metric and its format."""
-
-    label: str
-    name: str
-    form: str = ".3g"
-    n: str | None = None
-    """Metric with the sample size, if that may be 0."""
-
-
-LEARNER = (
-    Row("loss", "learner/loss"),
-    Row("entropy", "learner/entropy"),
-    Row("|Δ log p|", "learner/mismatch_mean", n="learner/mismatch_tokens"),
-    Row("grad norm", "learner/policy_grad_norm"),
-    Row("waits (s)", "learner/wait_for_batch_s"),
-    Row("0 advantage", "learner/zero_advantage", ".1%"),
-    Row("weights cut", "learner/importance_weight_clipped", ".1%"),
-    Row("tokens/s", "learner/tokens_per_s", ",.0f"),
-)
-STALENESS = (
-    Row("staleness", "learner/staleness_mean"),
-    Row("greatest", "learner/staleness_max", ",.0f"),
-    Row("buffer", "buffer/size", ",.0f"),
-    Row("too old", "buffer/dropped_stale", ",.0f"),
-)
+_OF_LEARNER = ("loss", "entropy", "mismatch_mean", "policy_grad_norm", "wait_for_batch_s", "zero_advantage")
+LEARNER = [METRICS[f"learner/{name}"] for name in (*_OF_LEARNER, "importance_weight_clipped", "tokens_per_s")]
+_OF_BUFFER = ("learner/staleness_mean", "learner/staleness_max", "buffer/size", "buffer/dropped_stale")
+STALENESS = [METRICS[name] for name in _OF_BUFFER]
 """Staleness in updates, and numbers of steps: waiting, and dropped so far."""
-COLLECTION = (
-    Row("reward", "collection-{env_id}/reward", "+.2f"),
-    Row("points", "collection-{env_id}/Points", ".1%"),
-    Row("format ok", "collection-{env_id}/Format Success Rate - correct_answer_format", ".1%"),
-    Row("own invalid", "collection-{env_id}/Ended by own invalid move", ".1%"),
-    Row("turns a game", "collection-{env_id}/Game Length"),
-    Row("tokens a turn", "collection-{env_id}/Response Length (token)"),
-)
-EXACT = (
-    Row("exploitability", "exploitability/{env_id}", ".4f"),
-    Row("of legal answers", "exploitability_legal/{env_id}", ".4f"),
-)
-"""Exact evaluations (`run.exact_every`), in the game's units."""
 
 
-def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
+def show_once(view: RunDirectory, console: Console) -> None:
+    """Print the dashboard to a pipe or a file."""
+    view.refresh()
+    width, height = max(console.width, LEAST_WIDTH), 40
+    console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
+
+
+def watch(view: RunDirectory, console: Console) -> None:
+    """Redraw until `q` or Ctrl-C."""
+    load = MachineLoad()
+    with _quit_key() as is_quit_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            view.refresh()
+            width, height = console.size
+            if width < LEAST_WIDTH or height < LEAST_HEIGHT:
+                small = f"{LEAST_WIDTH} × {LEAST_HEIGHT} characters are needed; this terminal has {width} × {height}"
+                live.update(small, refresh=True)
+            else:
+                live.update(draw(view, width, height, load), refresh=True)
+            if is_quit_within(REDRAW_S):
+                return
+
+
+@contextlib.contextmanager
+def _quit_key() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits a number of seconds and returns whether `q` or Ctrl-C was pressed."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def is_pressed_within(timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([descriptor], [], [], left)[0]:
+                typed = os.read(descriptor, 16)
+                if typed in (b"q", b"\x03", b""):  # nothing is read at the end of the input
+                    return True
+        return False
+
+    tty.setcbreak(descriptor)
+    try:
+        yield is_pressed_within
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> RenderableType:
     """Draw one frame of exactly this size."""
-    workers = view.live.get("workers", []) if view.at is None and view.is_running else []
+    workers = view.live.get("workers", []) if view.is_running else []
     workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
     of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
-    shown_workers = _workers(workers, workers_a_row, load, width) if view.at is None else PAST
     alarms = view.alarms()
     has_alarms = height >= ROOMY
     of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
@@ -102,17 +117,11 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     sections = [
         Layout(_header(view, width, not has_alarms), size=HEADER),
         middle,
-        Layout(_panel(shown_workers, "workers"), size=of_workers),
+        Layout(_panel(_workers(workers, workers_a_row, load, width), "workers"), size=of_workers),
     ]
     if has_alarms:
         sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
     return _columns(sections)
-
-
-def draw_league(view: RunView, width: int, height: int) -> RenderableType:
-    """Draw one frame of exactly this size with the ladder and who beats whom."""
-    league = league_panel(view.league(), width, height - HEADER, is_whole=True)
-    return _columns([Layout(_header(view, width, has_no_alarms_panel=True), size=HEADER), Layout(league)])
 
 
 def _columns(parts: Sequence[Layout]) -> Layout:
@@ -125,7 +134,7 @@ def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
     return Panel(content, title=title, title_align="left", **options)
 
 
-def _left(view: RunView, width: int, room: int) -> list[Layout]:
+def _left(view: RunDirectory, width: int, room: int) -> list[Layout]:
     """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
     env_ids = [env["env_id"] for env in view.config["train_envs"]]
     of_learner, of_staleness = 2 + len(LEARNER), 2 + len(STALENESS)
@@ -133,24 +142,22 @@ def _left(view: RunView, width: int, room: int) -> list[Layout]:
     shown = env_ids[: max(1, (room - of_learner - of_staleness) // 8)]
     omitted = f" {len(shown)} of {len(env_ids)}" if len(shown) < len(env_ids) else ""
     inner = width - 4
-    parts = [
-        Layout(
-            _panel(_statistics(view, _rows_of(view, env_id), inner, env_id), Text(f"collection{omitted}: {env_id}")),
-            size=8,
-        )
-        for env_id in shown
-    ]
+    parts = []
+    for env_id in shown:
+        rows = metrics_of_env(env_id)
+        rows = rows[:6] if view.series(rows[2].name) else rows[:2] + rows[4:]  # an exact evaluation replaces two rows
+        parts.append(Layout(_panel(_statistics(view, rows, inner), Text(f"collection{omitted}: {env_id}")), size=8))
     if room < LITTLE:
         parts[0].size = None
         return parts
-    rows = LEARNER if has_staleness else (*LEARNER[:4], *STALENESS[::2], LEARNER[4])
+    rows = LEARNER if has_staleness else [*LEARNER[:4], *STALENESS[::2], LEARNER[4]]
     parts.append(Layout(_panel(_statistics(view, rows, inner), "learner"), ratio=1, minimum_size=5))
     if has_staleness:
         parts.append(Layout(_panel(_statistics(view, STALENESS, inner), "staleness"), size=of_staleness))
     return parts
 
 
-def _right(view: RunView, width: int, room: int) -> list[Layout]:
+def _right(view: RunDirectory, width: int, room: int) -> list[Layout]:
     """Return the panels of strength that fit: the league, and the newest evaluations."""
     lines = [line for line in view.evaluations() if line["n"]]
     league = view.league()
@@ -184,49 +191,38 @@ def bar(share: float, width: int) -> Text:
     return Text("█" * full, style=style) + Text("░" * (width - full), style="dim")
 
 
-def _header(view: RunView, width: int, has_no_alarms_panel: bool) -> Panel:
+def _header(view: RunDirectory, width: int, has_no_alarms_panel: bool) -> Panel:
     live, latest = view.live, view.latest()
-    made, planned = view.update, view.learning_steps
+    made, planned, pace = view.num_updates, view.learning_steps, view.pace()
     silent_s = time.time() - live.get("time", time.time())
-    if view.at is not None:
-        state = Text("replay", style="cyan")
-    elif view.is_running and silent_s > SILENT_S:
-        state = Text(f"silent for {silent_s:.0f} s", style="red")
+    if view.is_running and silent_s > SILENT_S:
+        state = (f"silent for {silent_s:.0f} s", "red")
     elif view.is_running:
-        state = Text("running", style="green")
+        state = ("running", "green")
     else:
-        state = Text(view.ending or "not running", style="red" if view.ending == "failed" else "yellow")
-    pace = view.pace()
-    games = latest.get("run/games", 0) if view.at is not None else live.get("games", latest.get("run/games", 0))
-    line = Text.assemble(
-        state, "  update ", (f"{made}/{planned} ", "bold"), bar(made / max(planned, 1), max(4, width // 4 - 16))
-    )
-    line.append(f"  {games:,.0f} games")
+        state = (view.ending or "not running", "red" if view.ending == "failed" else "yellow")
+    progress = bar(made / max(planned, 1), max(4, width // 4 - 16))
+    line = Text.assemble(state, "  update ", (f"{made}/{planned} ", "bold"), progress)
+    line.append(f"  {live.get('games', latest.get('run/games', 0)):,.0f} games")
     if pace is not None:
         line.append(f" {pace.games_per_s:.1f}/s")
     line.append(f"  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
-    if view.is_running and view.at is None and pace is not None:
+    if view.is_running and pace is not None:
         line.append(f"  left {_duration(pace.seconds_per_update * (planned - made))}")
     if num_alarms := len(view.alarms()):
         line.append(f"  alarms {num_alarms}", style="red")
     line.no_wrap, line.overflow = True, "ellipsis"
-    below = _now(view) if view.at is None else Text()
+    below = Text()
     if has_no_alarms_panel and (alarms := view.alarms()):
         below = Text(f"alarm, {alarms[-1]}", style="red")
+    elif view.is_running and "buffer" in live:  # values that change between updates
+        below = Text(
+            f"{live['train_games_in_flight']} + {live['eval_games_in_flight']} games in flight (train + eval), "
+            f"buffer {live['buffer']}/{live['buffer_size']}, batch {live['batch_size']}, void {live['void_games']}",
+            style="dim",
+        )
     below.truncate(width - 8, overflow="ellipsis")
     return _panel(line, Text(view.directory.name), subtitle=below or None, subtitle_align="left")
-
-
-def _now(view: RunView) -> Text:
-    """Return the panel of values that change between updates."""
-    live = view.live
-    if not view.is_running or "buffer" not in live:
-        return Text()
-    return Text(
-        f"{live['train_games_in_flight']} + {live['eval_games_in_flight']} games in flight (train + eval), "
-        f"buffer {live['buffer']}/{live['buffer_size']}, batch {live['batch_size']}, void {live['void_games']}",
-        style="dim",
-    )
 
 
 def _alarms(alarms: Sequence[str], height: int) -> Panel:
@@ -237,18 +233,13 @@ def _alarms(alarms: Sequence[str], height: int) -> Panel:
     return _panel(text, f"alarms: {len(alarms)}", border_style="red")
 
 
-def _rows_of(view: RunView, env_id: str) -> Sequence[Row]:
-    is_exact = bool(view.series(EXACT[0].name.format(env_id=env_id), None))
-    return (*COLLECTION[:2], *EXACT, *COLLECTION[2:4]) if is_exact else COLLECTION
-
-
-def _statistics(view: RunView, rows: Sequence[Row], width: int, env_id: str = "") -> Table:
+def _statistics(view: RunDirectory, rows: Sequence[Metric], width: int) -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right", min_width=7)
     table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
     for row in rows:
-        values = view.series(row.name.format(env_id=env_id), row.n)
+        values = view.series(row.name, row.n)
         newest = format(values[-1], row.form) if values else "–"
         table.add_row(row.label, newest, sparkline(values, max(width - 24, 8)))
     return table
@@ -328,8 +319,7 @@ class MachineLoad:
             return str(device)
         if isinstance(device, int) and self._nvml is not None:
             # The run's number of a GPU differs from the machine's if only some were visible to the run.
-            gpu = worker.get("gpu", str(device)).strip()
-            return self._of_gpu(gpu)
+            return self._of_gpu(worker.get("gpu", str(device)).strip())
         try:
             interval = None if pid in self._processes else FIRST_LOOK_S
             process = self._processes.setdefault(pid, psutil.Process(pid))

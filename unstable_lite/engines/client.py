@@ -11,19 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.config.training import EngineConfig
+from unstable_lite.engines.base import REQUEST_TIMEOUT_S
 from unstable_lite.errors import AdapterError, WorkerDied
-from unstable_lite.transport.messages import (
-    AdapterDigest,
-    ConfirmAdapter,
-    EngineStats,
-    Generate,
-    Generated,
-    LoadAdapter,
-    Message,
-    Sleep,
-    UnloadAdapter,
-    WakeUp,
-)
+from unstable_lite.transport import messages
+from unstable_lite.transport.messages import EngineStats, Message
 from unstable_lite.transport.rpc import Router, WorkerChannel, WorkerState
 from unstable_lite.types import Generation, Sampling, TokenIds
 
@@ -58,12 +49,12 @@ class EngineClient:
         Raises WorkerDied if it dies first.
         """
         self.channel.mark_asleep()
-        await self.channel.ask(Sleep, self._config.request_timeout_s + LOAD_TIMEOUT_S)
+        await self.channel.ask(messages.Sleep, REQUEST_TIMEOUT_S + LOAD_TIMEOUT_S)
 
     async def wake_up(self) -> None:
         """Return the device to the engine, which is up once it has its adapters again (`EnginePool.mark_ready`)."""
         try:
-            await self.channel.ask(WakeUp, LOAD_TIMEOUT_S)
+            await self.channel.ask(messages.WakeUp, LOAD_TIMEOUT_S)
         finally:
             self.channel.mark_awake()
 
@@ -76,22 +67,20 @@ class EngineClient:
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         prompt_ids: TokenIds | None = None,
-        on_text: Callable[[str], None] | None = None,
     ) -> Generation:
         """Complete `prompt_ids` or else `prompt` by an adapter. Raises RequestError, AdapterError, WorkerDied.
 
-        on_text: called with each new part of the text, if the engine streams. If this call is cancelled, the engine
-        drops the request.
+        If this call is cancelled, the engine drops the request.
         """
         if self.channel.state is WorkerState.ASLEEP:
             await self.channel.until_awake()
         config = self._config
         temperature, top_p = (sampling.temperature, sampling.top_p) if sampling else (None, None)
         max_tokens = max_tokens or config.max_generation_len
+        outstanding = len(prompt) // CHARS_PER_TOKEN + max_tokens
         asked = self.channel.ask(
-            Generate,
-            config.request_timeout_s,
-            on_text=on_text,
+            messages.Generate,
+            REQUEST_TIMEOUT_S,
             prompt=prompt,
             adapter_version=version,
             max_tokens=max_tokens,
@@ -100,20 +89,15 @@ class EngineClient:
             stop=stop,
             seed=seed,
             prompt_ids=prompt_ids,
-            is_streamed=on_text is not None,
         )
-        return await self._answer(asked, version, len(prompt) // CHARS_PER_TOKEN + max_tokens)
-
-    async def _answer(self, asked: asyncio.Future[Generated], version: int, tokens: int) -> Generation:
-        """Return the answer to a request, whose `tokens` are outstanding until then."""
-        self.outstanding_tokens += tokens
+        self.outstanding_tokens += outstanding
         try:
-            generation = (await asked).generation
+            generation: Generation = (await asked).generation
         except asyncio.CancelledError:
             self.channel.cancel(asked)
             raise
         finally:
-            self.outstanding_tokens -= tokens
+            self.outstanding_tokens -= outstanding
         if generation.adapter_version != version:
             raise AdapterError(
                 f"{self.channel.name} answered with adapter version {generation.adapter_version} instead of {version}"
@@ -135,11 +119,11 @@ class EngineClient:
         async with self._loading:
             await self.channel.until_awake()
             adapters = self.adapters
-            reply: AdapterDigest
+            reply: messages.AdapterDigest
             if version in adapters:
-                reply = await self.channel.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+                reply = await self.channel.ask(messages.ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
             else:
-                reply = await self.channel.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+                reply = await self.channel.ask(messages.LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
                 adapters.add(version)
             return reply.digest
 
@@ -150,7 +134,7 @@ class EngineClient:
             adapters = self.adapters
             if version not in adapters:
                 return
-            await self.channel.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
+            await self.channel.ask(messages.UnloadAdapter, LOAD_TIMEOUT_S, version=version)
             adapters.discard(version)
 
     def _receive(self, message: Message) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -84,19 +85,46 @@ def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
 
 
 def count_gpus() -> int:
-    """Return the number of CUDA devices that a child process would see."""
+    """Return the number of CUDA devices that a child process would see: those before the first invalid entry."""
     num_present, visible = _num_present(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or num_present == 0:
         return num_present
-    return sum(entry.strip() not in ("", "-1") for entry in visible.split(","))
+    names = _listed(visible)
+    listed = "" if all(map(str.isdecimal, names)) else ask_nvidia_smi("-L")
+
+    def is_present(name: str) -> bool:
+        if name.isdecimal():
+            return int(name) < num_present
+        return "UUID: " not in listed or listed.count(f"UUID: {name}") == 1
+
+    return len(list(itertools.takewhile(is_present, names)))
+
+
+def visible_name(device: int) -> str:
+    """Return the name by which CUDA_VISIBLE_DEVICES of a child process selects a device of this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return _listed(visible)[device] if visible else str(device)
+
+
+def _listed(visible: str) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES as CUDA reads them: none after a malformed one, none if one repeats.
+
+    All are numbers or all are UUIDs, as the first one is.
+    """
+    entries, prefixes = [entry.strip() for entry in visible.split(",")], ("GPU-", "MIG-")
+    if entries[0].startswith(prefixes):
+        names = list(itertools.takewhile(lambda entry: entry.startswith(prefixes), entries))
+    else:
+        numbers = (re.match(r"\+?\d+", entry, re.ASCII) for entry in entries)
+        names = [str(int(number[0])) for number in itertools.takewhile(bool, numbers) if number]
+    return names if len(set(names)) == len(names) else []
 
 
 @functools.cache  # a config is checked more than once, and nvidia-smi may take a second
 def gpu_memory_bytes(device: int) -> int | None:
     """Return the memory of a CUDA device, as numbered in this process; None if nvidia-smi does not report it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    name = visible.split(",")[device].strip() if visible else str(device)
-    mib = ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name).strip()
+    arguments = "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", visible_name(device)
+    mib = ask_nvidia_smi(*arguments).strip()
     return int(mib) << 20 if mib.isdecimal() else None
 
 

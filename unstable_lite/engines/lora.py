@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -38,7 +37,8 @@ class LoraLinear(nn.Module):
         self.base: Any = base  # nn.Linear or Conv1D
         self._groups = groups
         """Groups of the current forward pass, in a list that all layers share."""
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        """Factors (a, b) of each adapter version that changes this layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
@@ -50,7 +50,7 @@ class LoraLinear(nn.Module):
                 "engine.kind = 'vllm'"
             )
         for group in self._groups:
-            if (pair := self._pairs.get(group.version)) is not None:
+            if (pair := self.pairs.get(group.version)) is not None:
                 a_IR, b_RO = pair
                 low_NR = x_NI[group.start : group.stop] @ a_IR
                 out_NO[group.start : group.stop].addmm_(low_NR, b_RO)
@@ -58,20 +58,10 @@ class LoraLinear(nn.Module):
 
     def load(self, version: int, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
         weight = self.base.weight
-        self._pairs[version] = (
+        self.pairs[version] = (
             a_RI.t().to(weight.device, weight.dtype).contiguous(),
             (scale * b_OR.float().t()).to(weight.device, weight.dtype).contiguous(),
         )
-
-    def pair(self, version: int) -> tuple[Tensor, ...]:
-        """Return the pair of an adapter version; empty if that version does not change this layer."""
-        return self._pairs.get(version, ())
-
-    def unload(self, version: int) -> None:
-        self._pairs.pop(version, None)
-
-    def move_adapters(self, device: torch.device) -> None:
-        self._pairs = {version: (a.to(device), b.to(device)) for version, (a, b) in self._pairs.items()}
 
 
 def neighbours(versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> list[Group]:
@@ -120,17 +110,17 @@ class LoraModel:
 
     def checksum(self, version: int) -> int:
         """Return a checksum of the weights that the model holds for an adapter version."""
-        return checksum(tensor for layer in self._layers.values() for tensor in layer.pair(version))
+        return checksum(tensor for layer in self._layers.values() for tensor in layer.pairs.get(version, ()))
 
     def unload(self, version: int) -> None:
         for layer in self._layers.values():
-            layer.unload(version)
+            layer.pairs.pop(version, None)
 
     def move(self, device: torch.device) -> None:
         """Move model and adapters to `device`."""
         self._model.to(device)
         for layer in self._layers.values():
-            layer.move_adapters(device)
+            layer.pairs = {version: (a.to(device), b.to(device)) for version, (a, b) in layer.pairs.items()}
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -173,15 +163,3 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
                 f"{directory} does not fit the base: {name} has {fan_in} inputs and {fan_out} outputs, "
                 f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
             )
-
-
-def bare_model(path: str, trust_remote_code: bool) -> Any:
-    """Return the model without weights, to check adapters. Raises ModelError if transformers does not support it."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error

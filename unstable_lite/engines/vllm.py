@@ -1,7 +1,6 @@
 """Engine on vLLM, unpatched: `LLMEngine.add_request` and `step`, adapters by `LoRARequest`.
 
-Owns vLLM's settings and the translation of requests. Tokenises with the code that all engines share: token ids go in
-and come out.
+Owns vLLM's settings and the translation of requests: token ids go in and come out.
 """
 
 from __future__ import annotations
@@ -17,19 +16,17 @@ import torch
 import transformers
 
 from unstable_lite.config.training import EngineConfig
-from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
+from unstable_lite.engines.base import BASE, GREEDY_BELOW, EngineShell
 from unstable_lite.engines.devices import gpu_memory_bytes
-from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
-from unstable_lite.engines.request_checks import Throughput, check_length
-from unstable_lite.engines.sampling import GREEDY_BELOW
+from unstable_lite.engines.lora import check_fits, read_adapter
 from unstable_lite.errors import AdapterError, ModelError, RequestError
-from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
-from unstable_lite.models.positions import longest_sequence
+from unstable_lite.models.layers import longest_sequence
+from unstable_lite.models.loading import bare_model
 from unstable_lite.models.tokenization import Tokenizer
-from unstable_lite.transport.messages import EngineStats, Generate, Generated, Progress
+from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import Generation, TokenIds
+from unstable_lite.types import TokenIds
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -53,121 +50,118 @@ _REMEDIES = (
 )
 
 
-class VLLMEngine:
+class VLLMShell(EngineShell):
+    """Part that engines on vLLM share, whether it runs in this process or on a server."""
+
     def __init__(self, spec: WorkerSpec) -> None:
-        config = spec.config
-        _prepare_environment(config.engine, spec)
+        config, path = spec.config, resolve_model(spec.config.model_name)
+        self._tokenizer = Tokenizer(path, config.trust_remote_code)
+        self._bare_model = bare_model(path, config.trust_remote_code)
+        super().__init__(spec, longest_sequence(config.engine.max_model_len, self._bare_model.config))
+
+    def _sampling(self, request: Generate, max_tokens: int) -> dict[str, Any]:
+        return {
+            "max_tokens": max_tokens,
+            # vLLM raises temperatures between 0 and 0.01 to 0.01, and then samples.
+            "temperature": 0.0 if request.temperature < GREEDY_BELOW else request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "stop": self._tokenizer.stop_strings(request.stop),
+            "stop_token_ids": sorted(self._tokenizer.stop_ids_with(request.stop)),
+            "logprobs": 0,
+            "skip_special_tokens": not self._tokenizer.has_special_tags,
+        }
+
+    def _check_fits(self, path: Path) -> str:
+        """Return the digest of an adapter. Raises AdapterError if it is damaged or for another base.
+
+        vLLM also accepts adapters that it computes wrongly, with unknown modules or for another base.
+        """
+        pairs, _, digest = read_adapter(path, self._max_rank)
+        check_fits(self._bare_model, pairs, path)
+        return digest
+
+
+class VLLMEngine(VLLMShell):
+    kind = "vllm"
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        _prepare_environment(spec.config.engine, spec)
         # vLLM reads the environment when it is imported.
         import vllm
         from vllm.lora.request import LoRARequest
 
+        super().__init__(spec)
         self._sampling_params, self._lora_request = vllm.SamplingParams, LoRARequest
-        kinds = vllm.sampling_params.RequestOutputKind
-        self._output_kinds = {False: kinds.FINAL_ONLY, True: kinds.CUMULATIVE}
-        """Kind of outputs by whether the request is streamed."""
-        self._num_sent: dict[str, int] = {}
-        """Number of characters that were sent of each streamed request."""
-        path = resolve_model(config.model_name)
-        self._tokenizer = Tokenizer(path, config.trust_remote_code)
-        self._bare_model = bare_model(path, config.trust_remote_code)
-        self._max_model_len = longest_sequence(config.engine.max_model_len, self._bare_model.config)
-        self._max_rank = config.lora.lora_rank
-        self._max_parallel_seq = config.engine.max_parallel_seq
-        arguments = engine_arguments(spec, path, self._max_model_len)
+        self._only_final = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        model_name = spec.config.model_name
+        arguments = engine_arguments(spec, resolve_model(model_name), self._max_model_len)
         try:
             self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         except _REFUSALS as error:
-            subject = f"vLLM {vllm.__version__} cannot serve {config.model_name} with LoRA on {spec.device}"
+            subject = f"vLLM {vllm.__version__} cannot serve {model_name} with LoRA on {spec.device}"
             raise ModelError(f"{subject}: {error}\n{_REMEDIES}") from error
-        self._adapters = AdapterVersions(config.engine.max_loras)
-        self._paths: dict[int, str] = {}
+        self._adapters: dict[int, Any] = {BASE: None}
+        """Name, id and path of each version, which no other ever uses: they are keys of the prefix cache."""
         self._requests: dict[str, tuple[Generate, TokenIds]] = {}
-        self._early: list[Generated | Progress] = []
-        """Replies and progress from the time when an adapter was read."""
+        self._early: list[Generated] = []
+        """Replies from the time when an adapter was read."""
         self._reader = ThreadPoolExecutor(1, "adapter-reader")
-        self._throughput = Throughput()
-        model_config = self._engine.model_config
-        self.info: dict[str, Any] = {
-            "kind": "vllm",
-            "model": config.model_name,
-            "device": spec.device,
-            "dtype": str(model_config.dtype).removeprefix("torch."),
-            "threads": spec.threads,
-            "max_model_len": self._max_model_len,
-            "vocab_size": model_config.get_vocab_size(),
-            "prompts": self._tokenizer.prompts(chats_in_use(config)),
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
+        model = self._engine.model_config
+        versions = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.info = self._describe(spec, dtype, model.get_vocab_size(), **versions)
 
-    def add_request(self, request: Generate) -> None:
-        version = request.adapter_version
-        self._adapters.check_loaded(version)
-        prompt_ids = self._tokenizer.prompt_ids(request)
-        max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
-        stop = self._tokenizer.stop_strings(request.stop)
+    def _begin(self, request: Generate, prompt_ids: TokenIds, max_tokens: int) -> None:
+        sampling = self._sampling(request, max_tokens)
         params = self._sampling_params(
-            max_tokens=max_tokens,
-            # vLLM raises temperatures between 0 and 0.01 to 0.01, and then samples.
-            temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            stop=stop,
-            stop_token_ids=sorted(self._tokenizer.stop_ids_with(request.stop)),
-            logprobs=0,
+            **sampling,
             # Otherwise vLLM makes a dict and an object for each token.
             flat_logprobs=True,
-            detokenize=bool(stop) or request.is_streamed,
-            output_kind=self._output_kinds[request.is_streamed],
+            detokenize=bool(sampling["stop"]),
+            output_kind=self._only_final,
         )
-        name = str(request.request_id)
+        name, adapter = str(request.request_id), self._adapters[request.adapter_version]
         try:
-            self._engine.add_request(
-                name, {"prompt_token_ids": prompt_ids.tolist()}, params, lora_request=self._adapter(version)
-            )
+            self._engine.add_request(name, {"prompt_token_ids": prompt_ids.tolist()}, params, lora_request=adapter)
         except ValueError as error:
             raise RequestError(f"vLLM refused the request: {error}") from error
-        self._adapters.acquire(version)
         self._requests[name] = (request, prompt_ids)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, unless it is finished."""
         if (found := self._requests.pop(str(request_id), None)) is not None:
             self._engine.abort_request([str(request_id)])
-            self._adapters.release(found[0].adapter_version)
-            self._num_sent.pop(str(request_id), None)
+            self._in_use[found[0].adapter_version] -= 1
 
-    def step(self) -> list[Generated | Progress]:
+    def step(self) -> list[Generated]:
         early, self._early = self._early, []
         return early + self._advance()
 
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._early)
 
-    def load_adapter(self, version: int, path: Path) -> str:
-        self._adapters.check_new(version)
-        reading = self._reader.submit(self._read, path)
+    def _load(self, version: int, path: Path) -> str:
+        reading = self._reader.submit(self._check_fits, path)
         while self._requests and not reading.done():  # requests in flight continue
             self._early += self._advance()
         digest = reading.result()
-        self._paths[version] = str(path)
+        adapter = self._lora_request(lora_name=f"v{version}", lora_int_id=version, lora_path=str(path))
         try:
-            is_loaded = self._engine.add_lora(self._adapter(version))
+            is_loaded = self._engine.add_lora(adapter)
         except (ValueError, RuntimeError, OSError, KeyError, AssertionError) as error:
             raise AdapterError(f"adapter version {version}: vLLM cannot load {path}: {error}") from error
-        if not is_loaded or version not in self._engine.list_loras():
+        if not is_loaded or not self._holds(version):
             raise AdapterError(f"adapter version {version}: vLLM did not load {path} and gave no reason")
-        return self._adapters.add(version, digest)
+        self._adapters[version] = adapter
+        return digest
 
-    def confirm_adapter(self, version: int) -> str:
-        digest = self._adapters.digest(version)
-        return digest if version in self._engine.list_loras() else f"{digest}, which vLLM no longer lists"
+    def _holds(self, version: int) -> bool:
+        return version in self._engine.list_loras()
 
-    def unload_adapter(self, version: int) -> None:
-        self._adapters.remove(version)
+    def _unload(self, version: int) -> None:
         self._engine.remove_lora(version)
-        del self._paths[version]
+        del self._adapters[version]
 
     def sleep(self) -> None:
         """Move weights and adapters to host memory and drop keys and values (level 1)."""
@@ -179,53 +173,24 @@ class VLLMEngine:
     def wake_up(self) -> None:
         self._engine.wake_up()
 
-    def stats(self) -> EngineStats:
-        unfinished = len(self._requests)
-        running = min(unfinished, self._max_parallel_seq)
-        return self._throughput.report(queued=unfinished - running, running=running)
+    def _advance(self) -> list[Generated]:
+        return [self._take(output) for output in self._engine.step()] if self._requests else []
 
-    def _advance(self) -> list[Generated | Progress]:
-        outputs = self._engine.step() if self._requests else []
-        return [self._finish(output) if output.finished else self._progress(output) for output in outputs]
-
-    def _progress(self, output: RequestOutput) -> Progress:
-        text, start = output.outputs[0].text, self._num_sent.get(output.request_id, 0)
-        self._num_sent[output.request_id] = len(text)
-        return Progress(request_id=int(output.request_id), text=text[start:])
-
-    def _read(self, path: Path) -> str:
-        """Return the digest of an adapter. Raises AdapterError if it is damaged or for another base.
-
-        vLLM also accepts adapters that it computes wrongly, with unknown modules or for another base.
-        """
-        pairs, _, digest = read_adapter(path, self._max_rank)
-        check_fits(self._bare_model, pairs, path)
-        return digest
-
-    def _adapter(self, version: int) -> Any:
-        """Return name, id and path, none of which another version ever uses: they are the prefix cache's key."""
-        if version == BASE:
-            return None
-        return self._lora_request(lora_name=f"v{version}", lora_int_id=version, lora_path=self._paths[version])
-
-    def _finish(self, output: RequestOutput) -> Generated:
+    def _take(self, output: RequestOutput) -> Generated:
+        """Return the reply to a request that is finished."""
         request, prompt_ids = self._requests.pop(output.request_id)
-        self._num_sent.pop(output.request_id, None)
-        self._adapters.release(request.adapter_version)
         completion = output.outputs[0]
-        completion_ids = list(completion.token_ids)
-        is_stop_string = isinstance(completion.stop_reason, str)
-        self._throughput.count(len(completion_ids), len(prompt_ids), output.num_cached_tokens or 0)
-        generation = Generation(
-            prompt_ids=prompt_ids,
-            completion_ids=np.array(completion_ids, np.int32),
-            # One entry per position, because `logprobs=0` requests the sampled token's only.
-            logprobs=np.array(completion.logprobs.logprobs, np.float32),
-            text=completion.text if is_stop_string else self._tokenizer.text(completion_ids),
-            finish_reason=completion.finish_reason,
-            adapter_version=output.lora_request.lora_int_id if output.lora_request else BASE,
+        ids = list(completion.token_ids)
+        self._count(len(ids), len(prompt_ids), output.num_cached_tokens or 0)
+        return self._finish(
+            request,
+            prompt_ids,
+            ids,
+            completion.logprobs.logprobs,  # one entry per position: `logprobs=0` requests the sampled token's only
+            completion.text if isinstance(completion.stop_reason, str) else self._tokenizer.text(ids),
+            completion.finish_reason,
+            output.lora_request.lora_int_id if output.lora_request else BASE,
         )
-        return Generated(request_id=request.request_id, generation=generation)
 
 
 def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[str, Any]:
@@ -243,7 +208,7 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
             "max_num_batched_tokens": max(tokens_per_step, max_model_len),
             "enable_flashinfer_autotune": False,  # it tunes kernels that the usual models do not have, for minutes
         }
-    is_eager = is_cpu if engine.enforce_eager is None else engine.enforce_eager
+    is_eager = engine.options.get("enforce_eager", is_cpu)
     if not is_eager and not is_cpu:
         of_device["cudagraph_capture_sizes"] = GRAPH_SIZES
     return {

@@ -13,22 +13,8 @@ from typing import cast
 
 from unstable_lite.engines.base import Engine, SleepingEngine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
-from unstable_lite.transport.messages import (
-    AdapterDigest,
-    Cancel,
-    ConfirmAdapter,
-    Done,
-    Failed,
-    Generate,
-    LoadAdapter,
-    Message,
-    Ready,
-    Request,
-    Sleep,
-    Stop,
-    UnloadAdapter,
-    WakeUp,
-)
+from unstable_lite.transport import messages
+from unstable_lite.transport.messages import Message
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -45,7 +31,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
             f"engine.when_shared = 'sleep': {type(engine).__name__} has no sleep() and wake_up(); see engines/base.py"
         )
     try:
-        socket.send(Ready(info=engine.info))
+        socket.send(messages.Ready(info=engine.info))
         serve(engine, socket)
     finally:
         # Only engines with resources outside of their process have it.
@@ -72,17 +58,17 @@ def serve(engine: Engine, socket: WorkerSocket) -> None:
         replies: list[Message] = []
         has_loaded = False
         for message in socket.receive(wait_s=0 if engine.has_unfinished() else STATS_EVERY_S):
-            if isinstance(message, Stop):
+            if isinstance(message, messages.Stop):
                 return
-            if isinstance(message, Cancel):
+            if isinstance(message, messages.Cancel):
                 # An engine without it finishes the request, and the reply is dropped.
                 getattr(engine, "cancel", lambda _request_id: None)(message.request_id)
                 continue
-            if isinstance(message, LoadAdapter):
+            if isinstance(message, messages.LoadAdapter):
                 if has_loaded and engine.has_unfinished():  # no request waits for more than one load and a step
                     replies += step()
                 has_loaded = True
-            if isinstance(message, Sleep):
+            if isinstance(message, messages.Sleep):
                 while engine.has_unfinished():
                     socket.send(*replies, *step())
                     replies = []
@@ -94,35 +80,35 @@ def serve(engine: Engine, socket: WorkerSocket) -> None:
 
 def _take(engine: Engine, message: Message) -> list[Message]:
     """Pass one request to the engine; return the replies that exist already."""
-    assert isinstance(message, Request), message
+    assert isinstance(message, messages.Request), message
     request_id, start = message.request_id, time.monotonic()
     try:
         match message:
-            case Generate():
+            case messages.Generate():
                 engine.add_request(message)
                 return []
-            case LoadAdapter() | ConfirmAdapter():
-                if isinstance(message, LoadAdapter):
+            case messages.LoadAdapter() | messages.ConfirmAdapter():
+                if isinstance(message, messages.LoadAdapter):
                     digest = engine.load_adapter(message.version, Path(message.path))
                 else:
                     digest = engine.confirm_adapter(message.version)
                 seconds = time.monotonic() - start
-                return [AdapterDigest(request_id=request_id, seconds=seconds, digest=_checked(engine, digest))]
-            case UnloadAdapter():
+                return [messages.AdapterDigest(request_id=request_id, seconds=seconds, digest=_checked(engine, digest))]
+            case messages.UnloadAdapter():
                 engine.unload_adapter(message.version)
-            case Sleep():
+            case messages.Sleep():
                 cast(SleepingEngine, engine).sleep()
-            case WakeUp():
+            case messages.WakeUp():
                 cast(SleepingEngine, engine).wake_up()
             case _:
                 raise AssertionError(message)
     except (RequestError, AdapterError) as error:
-        return [Failed(request_id=request_id, error=str(error))]
+        return [messages.Failed(request_id=request_id, error=str(error), reason=error.reason)]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return [Failed(request_id=request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
-    return [Done(request_id=request_id)]
+        return [messages.Failed(request_id=request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
+    return [messages.Done(request_id=request_id)]
 
 
 def _checked(engine: Engine, digest: object) -> str:

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints on disk without a learner: models × opponents × envs, tournaments and ladders."""
+"""Evaluation of checkpoints on disk without a learner: models × opponents × envs, and ladders."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     """Load `action_distribution` when it is first used, because its module loads torch."""
     if name != "action_distribution":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    from unstable_lite.evaluation.scoring import action_distribution
 
-    return importlib.import_module(f"{__name__}.scoring").action_distribution
+    return action_distribution

@@ -1,31 +1,40 @@
-"""Play the games of an evaluation with engines and without a learner."""
+"""Play with engines and without a learner: the games of an evaluation, or one game that a person watches or plays in.
+
+The games of an evaluation are stored. Every turn of the one game is shown when it is made, and nothing is stored.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+import random
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from unstable_lite.errors import UnstableError
-from unstable_lite.evaluation.absolute_ladder import Place, rate, write_places
-from unstable_lite.evaluation.cells import Cell, game_spec
-from unstable_lite.evaluation.ladder import LadderEntry, RatedGame, make_ladder
-from unstable_lite.evaluation.loaded_adapters import AdapterSlots
-from unstable_lite.evaluation.plan import EvaluationPlan
-from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladder, write_tables
+from rich.console import Console
+
+from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.evaluation.ladder import Place, RatedGame, rate, write_places
+from unstable_lite.evaluation.models import EvaluatedModel, find_models, find_run
+from unstable_lite.evaluation.plan import Cell, EvaluationPlan, game_spec, in_rounds, plan_evaluation
+from unstable_lite.evaluation.results import CellEvaluation, Results, write_tables
 from unstable_lite.games.env_pool import opened_env_pool
-from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.thinking_budget import thinking_budget
-from unstable_lite.games.templates import format_prompt, templates_for
-from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
-from unstable_lite.orchestrator.logs import log_file
-from unstable_lite.orchestrator.workers import started_engines, while_alive
-from unstable_lite.rollout.game_runner import GameRunner
+from unstable_lite.games.players.policy import Player, thinking_budget
+from unstable_lite.games.run_prompts import recorded_prompts
+from unstable_lite.games.templates import templates_for
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason, log_file
+from unstable_lite.orchestrator.workers import Workers, started_engines, while_alive
+from unstable_lite.planning.trust import run_config
+from unstable_lite.rollout.collector import play_all
+from unstable_lite.rollout.run_game import GameRunner, new_record, run_game
+from unstable_lite.types import BASE, GameRecord, ModelRef, Reply
 
 T = TypeVar("T")
+
+HUMAN = "unstable_lite.games.players.human:HumanPlayer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +43,10 @@ class Evaluated:
 
     evaluations: tuple[CellEvaluation, ...]
     """Results of the cells of this call."""
-    ladder: tuple[LadderEntry, ...]
-    """Ranking of a tournament."""
     places: tuple[Place, ...]
     """Ratings of `--ladder`."""
     played: int
     """Number of games that this call played; the others existed already."""
-    output: Path
 
 
 async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Evaluated:
@@ -61,11 +67,15 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
             with log_file(output / "logs" / "evaluation.log"), cancelled_by_signals():
                 await _play_all(evaluation, todo, results, say)
         evaluations = write_tables(results, evaluation.cells, evaluation.games)
-        ladder: list[LadderEntry] = []
-        if evaluation.is_tournament:
-            ladder = make_ladder(_rated_games(evaluation, results), evaluation.plan.config.league.trueskill_beta)
-            write_ladder(output, ladder, evaluations)
-        places = rate(_rated_games(evaluation, results)) if evaluation.is_ladder else []
+        places: list[Place] = []
+        if evaluation.is_ladder:
+            rated = [
+                RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
+                for cell in evaluation.cells
+                for row in results.rows(cell, evaluation.games)
+                if row["end"] != "void"
+            ]
+            places = rate(rated)
         if places:
             write_places(output, places)
     except BaseExceptionGroup as group:
@@ -74,20 +84,52 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
         raise UnstableError(f"{output}: {error.strerror}; finished games are in results.jsonl") from error
     finally:
         results.close()
-    return Evaluated(
-        evaluations=tuple(evaluations),
-        ladder=tuple(ladder),
-        places=tuple(places),
-        played=num_missing,
-        output=output,
-    )
+    return Evaluated(evaluations=tuple(evaluations), places=tuple(places), played=num_missing)
+
+
+class LoadedAdapters:
+    """Adapters of an evaluation that the engines hold. An adapter that returns gets a new id.
+
+    A wrong adapter must be an error, and must never silently be the base. A run's canary compares engine and learner;
+    without a learner there is the identity: every engine reports the digest of the files that it read, and every answer
+    names its adapter.
+    """
+
+    def __init__(self, workers: Workers, num_slots: int) -> None:
+        self._workers = workers
+        self._num_slots = num_slots
+        self._ids = {BASE: 0}
+        """Ids of the loaded adapters by the model's key."""
+        self._last_id = 0
+
+    def ref(self, model: EvaluatedModel) -> ModelRef:
+        if model.is_fixed:
+            return ModelRef(uid=f"fixed-{model.name}", kind="fixed", name=model.name)
+        return ModelRef(uid=model.name, kind="checkpoint", adapter_version=self._ids[model.key])
+
+    async def rounds(self, cells: Iterable[Cell]) -> AsyncIterator[list[Cell]]:
+        """Yield the cells in rounds, each with its adapters loaded. Raises AdapterError."""
+        for round_ in in_rounds(cells, self._num_slots):
+            await self.hold({key: model for cell in round_ for key, model in cell.adapters.items()})
+            yield round_
+
+    async def hold(self, models: Mapping[str, EvaluatedModel]) -> None:
+        """Load these adapters, given by key; unload the others. Raises AdapterError."""
+        for key in [key for key in self._ids if key != BASE and key not in models]:
+            await self._workers.unload_adapter(self._ids.pop(key))
+        for key, model in models.items():
+            if key not in self._ids:
+                assert model.path is not None
+                self._last_id += 1
+                await self._workers.load_adapter(self._last_id, model.name, model.path)
+                self._ids[key] = self._last_id
 
 
 async def with_engines(
     evaluation: EvaluationPlan,
     logs: Path,
     say: Callable[[str], None],
-    work: Callable[[PlayerFactory, AdapterSlots], Awaitable[T]],
+    work: Callable[[PlayerFactory, LoadedAdapters], Awaitable[T]],
     is_restart: bool = False,
 ) -> T:
     """Return the result of `work` while the engines are alive.
@@ -96,14 +138,12 @@ async def with_engines(
     """
     config = evaluation.plan.config
     async with started_engines(evaluation.plan, logs, say, is_restart) as workers:
-        templates, thinking = templates_for(config, workers.prompts), thinking_budget(config.engine, workers.info)
+        templates = templates_for(config, recorded_prompts(config, workers.prompts, evaluation.run))
+        thinking = thinking_budget(config.engine, workers.info)
         generate = workers.engines.generate
         async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:
-            env = evaluation.cells[0].env
-            _, observation = environment_of(env, 0).observe()
-            prompt = format_prompt(env.prompt_template, observation, env.num_players, templates)
-            slots = AdapterSlots(workers, config.engine.max_loras, prompt)
-            return await while_alive(workers.processes, work(seats, slots))
+            adapters = LoadedAdapters(workers, config.engine.max_loras)
+            return await while_alive(workers.processes, work(seats, adapters))
 
 
 async def _play_all(
@@ -111,46 +151,107 @@ async def _play_all(
 ) -> None:
     logs, config = evaluation.output / "logs", evaluation.plan.config.run
 
-    async def play_rounds(seats: PlayerFactory, slots: AdapterSlots) -> None:
+    async def play_rounds(seats: PlayerFactory, adapters: LoadedAdapters) -> None:
         runner = GameRunner(seats, config, environments)
 
         async def play(game: tuple[Cell, int]) -> None:
             cell, number = game
-            results.add(cell, await runner.play(game_spec(cell, number, config.seed, slots.ref)))
+            results.add(cell, await runner.play(game_spec(cell, number, config.seed, adapters.ref)))
 
-        async for round_ in slots.rounds(cell for cell in evaluation.cells if todo[cell.key]):
-            say(f"playing {_describe(round_)}")
+        async for round_ in adapters.rounds(cell for cell in evaluation.cells if todo[cell.key]):
+            names = [f"{cell.title} in {cell.env.env_id}" for cell in round_]
+            say(f"playing {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3))
             games = ((cell, number) for cell in round_ for number in todo[cell.key])
-            await for_each(games, play, evaluation.concurrency)
+            await play_all(games, play, config.num_collection_workers)
 
     is_restart = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
     async with opened_env_pool(logs, config.env_timeout_s) as environments:
         await with_engines(evaluation, logs, say, play_rounds, is_restart)
 
 
-async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], concurrency: int) -> None:
-    """Do the work for each of `items`, for at most `concurrency` of them at once."""
-    remaining = iter(items)
+class _Shown:
+    """Player whose answers are shown, and its observations too if no person plays at the terminal."""
 
-    async def process() -> None:
-        for item in remaining:  # shared by all tasks
-            await work(item)
+    def __init__(self, player: Player, name: str, console: Console, shows_observation: bool) -> None:
+        self._player = player
+        self._name = name
+        self._console = console
+        self._shows_observation = shows_observation
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(concurrency):
-            tasks.create_task(process())
-
-
-def _rated_games(evaluation: EvaluationPlan, results: Results) -> list[RatedGame]:
-    return [
-        RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
-        for cell in evaluation.cells
-        for row in results.rows(cell, evaluation.games)
-        if row["end"] != "void"
-    ]
+    async def act(self, observation: str) -> Reply:
+        if self._shows_observation:
+            self._console.rule(self._name)
+            self._console.print(observation.strip(), style="dim")
+        reply = await self._player.act(observation)
+        self._console.print(f"{self._name}: ", end="", style="bold")
+        self._console.print(reply.text.strip() or "(nothing)", end="")
+        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", style="cyan")
+        return reply
 
 
-def _describe(cells: Sequence[Cell]) -> str:
-    names = [f"{cell.title} in {cell.env.env_id}" for cell in cells]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def plan_game(
+    models: Sequence[str],
+    config: Path | None,
+    env: str | None,
+    overrides: Sequence[str],
+    trusts_config: bool = False,
+) -> EvaluationPlan:
+    """Plan the first of `models` against the second, or against itself; the rest as in `plan_evaluation`.
+
+    Raises ConfigError.
+    """
+    if len(models) > 2:
+        raise ConfigError(f"a game takes at most two models, got {len(models)}: {', '.join(models)}")
+    if config is None and (run := find_run(models)) is not None:
+        config = run_config(run, overrides, trusts_config)
+    game = plan_evaluation(
+        [_newest_of(models[0])],
+        output=Path(),
+        config=config,
+        envs=[env] if env else (),
+        opponents=[_newest_of(models[-1])],
+        games=1,
+        overrides=overrides,
+    )
+    return replace(game, cells=game.cells[:1])
+
+
+def _newest_of(word: str) -> str:
+    """Return the path of a run's newest checkpoint; any other word unchanged."""
+    return str(find_models([word])[-1].path) if (Path(word) / "checkpoints").is_dir() else word
+
+
+async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:
+    """Play the one game of `evaluation`, with its model at `seat`.
+
+    Raises ConfigError before anything starts if the env has no such seat, and any error that breaks a game.
+    """
+    (cell,) = evaluation.cells
+    if seat is not None and seat >= cell.env.num_players:
+        raise ConfigError(f"--seat {seat}: {cell.env.env_id} has the seats 0 to {cell.env.num_players - 1}")
+    config = evaluation.plan.config.run
+    # Draw a new game each time: this game is not part of any result, so it need not be reproducible.
+    number = random.randrange(1 << 20) * cell.env.num_players
+    number += random.randrange(cell.env.num_players) if seat is None else seat
+    has_person = cell.model.name == HUMAN
+
+    async def play_one(seats: PlayerFactory, adapters: LoadedAdapters) -> GameRecord:
+        await adapters.hold(cell.adapters)
+        spec = game_spec(cell, number, config.seed, adapters.ref)
+        names = {agent.pid: "you" if agent.model.name == HUMAN else agent.model.uid for agent in spec.agent_specs}
+        players: dict[int, Player] = {
+            pid: _Shown(player, f"player {pid}, {names[pid]}", console, shows_observation=not has_person)
+            for pid, player in seats.players(spec).items()
+        }
+        record = new_record(spec)
+        await run_game(record, await environments.make(spec), players)
+        console.rule("the end")
+        for pid, outcome in record.outcomes.items():
+            remark = " by an invalid move" * (pid in record.invalid_pids)
+            reason = record.game_info.get(pid, {}).get("reason", "")
+            console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g}) {reason}")
+        return record
+
+    with tempfile.TemporaryDirectory() as logs, cancelled_by_signals():
+        async with opened_env_pool(Path(logs), config.env_timeout_s) as environments:
+            return await with_engines(evaluation, Path(logs), partial(console.print, style="dim"), play_one)

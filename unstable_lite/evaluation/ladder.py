@@ -1,30 +1,40 @@
-"""TrueSkill over all games of a tournament, independent of the order in which they were played.
+"""Elo ratings against scripted players, on a scale that is the same on every machine and day.
 
-TrueSkill rates games one after the other, and its result depends on their order. Here the games of a tournament are
-rated in many random orders, each from the prior, and μ and σ are the means over the orders. The orders are drawn by a
-fixed seed from the games in a canonical order: the same results give the same ladder. Rating the games several times in
-a row instead would count each of them several times, and σ would be too small.
+The rungs are scripted players. They are rated from the games among themselves alone, which the seed determines, and a
+model only from its games against the rungs. So a model's rating does not depend on the other models of a ladder.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
-from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from rich.table import Table
+
+from unstable_lite.dashboards.terminal import plain_table
+from unstable_lite.evaluation.plan import ANCHOR, RUNGS
+from unstable_lite.evaluation.results import write_csv
+from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.intervals import Z_95, bisect
 from unstable_lite.types import Outcome
 
-MOST_ORDERS = 20
-LEAST_ORDERS = 4
-RATED_GAMES = 20_000
-"""Approximate number of ratings over all orders; it decides the number of orders."""
+LIMIT = 10_000.0
+"""Largest distance between two ratings that is searched."""
+SWEEPS = 500
+"""Most passes over the rungs until no rating moves."""
+MOVED = 0.001
+"""Smallest change of a rating that counts."""
+
+Met = Sequence[tuple[float, float, int]]
+"""Rating of each opponent, points of the player against it, and games."""
 
 
-@dataclass(frozen=True, slots=True)
-class RatedGame:
-    """Outcome for `model`, which plays one seat, against `opponent`."""
+class RatedGame(NamedTuple):
+    """Outcome for `model` against `opponent`."""
 
     env_id: str
     model: str
@@ -33,41 +43,119 @@ class RatedGame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LadderEntry:
-    """One model's place on the ladder."""
+class Place:
+    """Place of one model on the ladder of one env."""
 
+    env_id: str
     model: str
-    mu: float
-    sigma: float
+    rating: float
+    """Elo rating: 400 more are odds of 10 to 1, in points."""
+    low: float
+    high: float
+    """95 % interval by the likelihood ratio, given the ratings of the opponents; NaN for the anchor."""
     games: int
-    wins: int
-    draws: int
-    losses: int
+    points: Mapping[str, float]
+    """Share of the points against each rung that it met."""
 
 
-def make_ladder(games: Sequence[RatedGame], beta: float) -> list[LadderEntry]:
-    """Return the models by descending μ. A game of one against several counts as one between the two models."""
-    canonical = sorted(games, key=lambda game: (game.env_id, game.model, game.opponent, game.outcome))
-    rng = random.Random(0)
-    num_orders = max(LEAST_ORDERS, min(MOST_ORDERS, RATED_GAMES // max(len(games), 1)))
-    orders = [_rate(rng.sample(canonical, len(canonical)), beta) for _ in range(num_orders)]
-    names = sorted({name for game in games for name in (game.model, game.opponent)})
-    placed = []
-    for name in names:
-        metas = [order[name] for order in orders]
-        mu, sigma = (fmean(numbers) for numbers in zip(*(meta.rating for meta in metas), strict=True))
-        counts = {count: getattr(metas[0], count) for count in ("games", "wins", "draws", "losses")}  # same in all
-        placed.append(LadderEntry(model=name, mu=mu, sigma=sigma, **counts))
-    return sorted(placed, key=lambda model: -model.mu)
+def rate(games: Sequence[RatedGame]) -> list[Place]:
+    """Return the places by env and descending rating, by maximum likelihood (Bradley and Terry 1952).
+
+    A draw is half a win. One drawn game is added against each opponent, so that a rating is finite even if all games
+    were won or lost.
+    """
+    places: list[Place] = []
+    for env_id in dict.fromkeys(game.env_id for game in games):
+        scores: dict[str, dict[str, list[float]]] = {}
+        for game in games:
+            if game.env_id == env_id:
+                points = POINTS[game.outcome]
+                scores.setdefault(game.model, {}).setdefault(game.opponent, []).append(points)
+                scores.setdefault(game.opponent, {}).setdefault(game.model, []).append(1 - points)
+        ratings = _rate_rungs(scores)
+        placed = [_place(env_id, model, scores[model], ratings) for model in scores]
+        places += sorted(placed, key=lambda place: -place.rating)
+    return places
 
 
-def _rate(games: Sequence[RatedGame], beta: float) -> dict[str, ModelMeta]:
-    registry = ModelRegistry(beta)
-    uids: dict[str, str] = {}  # one ladder over all envs
-    for game in games:
-        for name in (game.model, game.opponent):
-            if name not in uids:
-                uids[name] = registry.add_fixed(name).uid
-        score = {"win": 1.0, "draw": 0.0, "loss": -1.0}[game.outcome]
-        registry.update_ratings({0: uids[game.model], 1: uids[game.opponent]}, {0: score, 1: 0.0}, "")
-    return {name: registry.get(uid) for name, uid in uids.items()}
+def _rate_rungs(scores: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    ratings = dict.fromkeys(RUNGS, 0.0)
+    for _ in range(SWEEPS):
+        before = dict(ratings)
+        for rung in RUNGS:
+            if rung != ANCHOR:
+                ratings[rung] = _rating(_met(scores.get(rung, {}), ratings))
+        if all(abs(ratings[rung] - before[rung]) < MOVED for rung in RUNGS):
+            break
+    return ratings
+
+
+def _place(env_id: str, model: str, by_opponent: Mapping[str, Sequence[float]], ratings: Mapping[str, float]) -> Place:
+    against = {rung: by_opponent[rung] for rung in RUNGS if rung in by_opponent}
+    met = _met(against, ratings)
+    best, (low, high) = _rating(met), (math.nan, math.nan)
+    if model != ANCHOR:  # the ratings at which the log-likelihood is Z_95² / 2 below its maximum
+        least = _log_likelihood(met, best) - Z_95**2 / 2
+        low, high = (
+            bisect(best, outside, lambda rating: _log_likelihood(met, rating) >= least)
+            for outside in (best - LIMIT, best + LIMIT)
+        )
+    return Place(
+        env_id=env_id,
+        model=model,
+        rating=ratings.get(model, best),
+        low=low,
+        high=high,
+        games=sum(map(len, against.values())),
+        points={rung: fmean(points) for rung, points in against.items()},
+    )
+
+
+def _met(by_opponent: Mapping[str, Sequence[float]], ratings: Mapping[str, float]) -> Met:
+    """Return the results against the rungs, with one drawn game added against each."""
+    return [
+        (ratings[opponent], sum(points) + 0.5, len(points) + 1)
+        for opponent, points in by_opponent.items()
+        if opponent in ratings
+    ]
+
+
+def _rating(met: Met) -> float:
+    """Return the rating at which the expected points are those that were won."""
+    won = sum(points for _, points, _ in met)
+    return bisect(-LIMIT, LIMIT, lambda rating: sum(n * _expected(rating - other) for other, _, n in met) < won)
+
+
+def _log_likelihood(met: Met, rating: float) -> float:
+    return sum(
+        points * math.log(_expected(rating - other)) + (n - points) * math.log(_expected(other - rating))
+        for other, points, n in met
+    )
+
+
+def _expected(difference: float) -> float:
+    """Return the expected share of points of a player that is rated `difference` higher."""
+    return float(1 / (1 + 10 ** (-difference / 400)))
+
+
+def write_places(directory: Path, places: Sequence[Place]) -> None:
+    """Write ladder.csv: a row for each env and model, with its share of points against each rung."""
+    rows = []
+    for place in places:
+        row = asdict(place)
+        points = row.pop("points")
+        rows.append(row | {f"points against {rung}": points.get(rung) for rung in RUNGS})
+    write_csv(directory / "ladder.csv", list(rows[0]), rows)
+
+
+def places_tables(places: Sequence[Place]) -> list[Table]:
+    """Return the ladder as tables for a terminal, one for each env."""
+    columns = ("rating", "95 %", "games", *(rung.removeprefix("scripted:").replace(":", "\n") for rung in RUNGS))
+    tables: dict[str, Table] = {}
+    for place in places:
+        title = f"{place.env_id}: Elo, {ANCHOR} = 0; points against each scripted player"
+        interval = f"{place.low:+.0f} – {place.high:+.0f}" if math.isfinite(place.low) else "–"
+        points = (f"{place.points[rung]:.0%}" if rung in place.points else "–" for rung in RUNGS)
+        table = tables.setdefault(place.env_id, plain_table(title, ["model"], columns))
+        table.add_row(place.model, f"{place.rating:+.0f}", interval, str(place.games), *points)
+    return list(tables.values())

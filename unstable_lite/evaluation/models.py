@@ -10,13 +10,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unstable_lite.adapters.frozen import ADAPTER, RUN, FrozenAdapter, find_adapter, is_adapter, is_frozen, read_facts
+from unstable_lite.adapters.frozen import (
+    ADAPTER,
+    RUN,
+    FrozenAdapter,
+    by_update,
+    find_adapter,
+    is_adapter,
+    is_frozen,
+    read_facts,
+)
 from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
-from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
+from unstable_lite.files import check_links
 from unstable_lite.games.players.factory import is_remote
-from unstable_lite.planning.frozen_players import base_problem
+from unstable_lite.planning.validation import base_problem
 from unstable_lite.types import BASE, ModelRef
 
 
@@ -34,11 +43,6 @@ class EvaluatedModel:
         """PEFT directory of an adapter."""
         return None if self.adapter is None else self.adapter.path
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether it answers like the base: the base itself, or an adapter whose B matrices are all zero."""
-        return self.key == BASE if self.adapter is None else self.adapter.is_zero
-
 
 BASE_MODEL = EvaluatedModel(name=BASE, key=BASE)
 NO_OPPONENT = EvaluatedModel(name="none", key="none")
@@ -50,32 +54,27 @@ def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
 
     The same weights under two names count once. Raises ConfigError with every word that names no model.
     """
-    return _with_distinct_names(_found(words))
+    return find_sides(words, ())[0]
 
 
 def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[EvaluatedModel], list[EvaluatedModel]]:
     """Call `find_models` for both sides, and give different models different names across both."""
-    sides = _found(words), _found(others)
-    distinct = {model.key: model for side in reversed(sides) for model in side}
-    named = {model.key: model for model in _with_distinct_names(list(distinct.values()))}
-    ours, theirs = ([named[model.key] for model in side] for side in sides)
-    return ours, theirs
-
-
-def _found(words: Iterable[str]) -> list[EvaluatedModel]:
-    models: dict[str, EvaluatedModel] = {}
+    sides: tuple[dict[str, EvaluatedModel], dict[str, EvaluatedModel]] = ({}, {})
     problems: list[str] = []
-    for word in words:
-        try:
-            for model in _find(word):
-                models.setdefault(model.key, model)
-        except ConfigError as error:
-            problems += error.problems
-        except AdapterError as error:
-            problems.append(str(error))
+    for side, given in zip(sides, (words, others), strict=True):
+        for word in given:
+            try:
+                for model in _find(word):
+                    side.setdefault(model.key, model)
+            except ConfigError as error:
+                problems += error.problems
+            except AdapterError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError(*problems)
-    return list(models.values())
+    named = _with_distinct_names(sides[1] | sides[0])
+    ours, theirs = ([named[key] for key in side] for side in sides)
+    return ours, theirs
 
 
 def find_run(words: Iterable[str]) -> Path | None:
@@ -97,20 +96,20 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 
 
 def _find(word: str) -> list[EvaluatedModel]:
-    if is_frozen(word):
-        return [opponent(word)]
-    if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
+    if is_frozen(word) or not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
         return [opponent(word)]
     path = Path(word).expanduser()
     if path.is_dir():
         if any((path / name).exists() for name in (CONFIG, WEIGHTS, *PICKLES)):
-            return [_adapter(path)]
-        if (path / "checkpoints").is_dir():
-            checkpoints = by_update(path / "checkpoints")
-            if not checkpoints:
+            adapters = [path]
+        elif (path / "checkpoints").is_dir():
+            check_links(path)
+            adapters = [*by_update(path / "checkpoints").values()]
+            if not adapters:
                 raise ConfigError(f"{path} has no checkpoint: {path / 'checkpoints'} holds no ckpt-<n>")
-            return [_adapter(found) for found in checkpoints.values()]
-        raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
+        else:
+            raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
+        return [EvaluatedModel(name=one.path.name, key=one.key, adapter=one) for one in map(read_facts, adapters)]
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
             f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'run:DIRECTORY/best', "
@@ -128,39 +127,30 @@ def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
         return BASE_MODEL
     if is_adapter(name):
         try:
-            return _model_of(find_adapter(name, copies), name)
+            found = find_adapter(name, copies)
         except AdapterError as error:
             raise ConfigError(f"{name!r}: {error}") from error
+        return EvaluatedModel(name=name, key=found.key, adapter=found)
     return EvaluatedModel(name=name, key=name, is_fixed=True)
 
 
-def _model_of(found: FrozenAdapter, name: str) -> EvaluatedModel:
-    return EvaluatedModel(name=name, key=found.key, adapter=found)
-
-
-def _adapter(path: Path) -> EvaluatedModel:
-    """Read an adapter. Raises AdapterError unless both files exist and are valid."""
-    found = read_facts(path)
-    return _model_of(found, found.path.name)
-
-
-def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
+def _with_distinct_names(models: dict[str, EvaluatedModel]) -> dict[str, EvaluatedModel]:
     """Name models `ckpt-3`, or `<run>/ckpt-3` if two runs have one, or by the whole path if that is ambiguous."""
-    for rename in (_with_run, lambda path: str(path)):
-        names = Counter(model.name for model in models)
-        models = [
-            replace(model, name=rename(model.path)) if model.path is not None and names[model.name] > 1 else model
-            for model in models
-        ]
+    for rename in (_with_run, str):
+        names = Counter(model.name for model in models.values())
+        models = {
+            key: replace(model, name=rename(model.path)) if model.path is not None and names[model.name] > 1 else model
+            for key, model in models.items()
+        }
     return models
+
+
+def _with_run(path: Path) -> str:
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return f"{run.name}/{path.name}"
 
 
 def check_served(models: Iterable[EvaluatedModel]) -> None:
     """Raise ConfigError if one of the models is not the base or an adapter, whose answers have probabilities."""
     if fixed := sorted({model.name for model in models if model.is_fixed}):
         raise ConfigError(f"{', '.join(fixed)}: only the base and adapters have probabilities of answers")
-
-
-def _with_run(path: Path) -> str:
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return f"{run.name}/{path.name}"

@@ -1,31 +1,108 @@
-"""Turn the arguments of an evaluation into cells of games and a plan for its engines."""
+"""Turn the arguments of an evaluation into cells (a model, its opponent, an env), their games, and a plan of engines.
+
+Game number k of an env has the same seed and the same seat for every model, and each seed is played from every seat, so
+that every model plays the same games. The sampling itself is not seeded here.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import canonical_env_id, is_openspiel, is_questions
+from unstable_lite.config.env_ids import canonical_env_id, content_file, is_judged, is_openspiel
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.absolute_ladder import ANCHOR, RUNGS
-from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_ladder_cells, make_tournament
-from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
+from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel, check_base, find_run, find_sides, opponent
+from unstable_lite.games.questions import read_questions
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.planning.plan import Plan, checked_config, make_engine_plan
 from unstable_lite.planning.trust import run_config
 from unstable_lite.planning.validation import why_not_seated
-from unstable_lite.types import BASE
+from unstable_lite.rng import derive_seed, question_seed
+from unstable_lite.rollout.run_game import MAX_ACTION_CHARS
+from unstable_lite.types import BASE, GameSpec, ModelRef
 
 _ENV_WORD = re.compile(r"((?:questions:|[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
 """Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`, `openspiel:game` or
 `questions:path`."""
+ANCHOR = "scripted:mcts:10"
+"""Player whose rating on the ladder is 0."""
+RUNGS = ("scripted:random", ANCHOR, "scripted:mcts:100", "scripted:mcts:1000")
+"""Players that a ladder rates models against."""
+JOINT = " | "
+"""Separator of the parts of a cell's key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellKey:
+    """Contents of a cell's key, for cells known only from their results."""
+
+    model_key: str
+    opponent_key: str
+    env_id: str
+    num_players: int
+    prompt_template: str
+    other_settings: str
+    """All other env settings that differ from their defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """`model` at one seat of `env`, `opponent` at all others."""
+
+    model: EvaluatedModel
+    opponent: EvaluatedModel
+    env: EvalEnvSpec
+
+    @property
+    def key(self) -> str:
+        """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
+        shown = self.env.model_dump()
+        played_how = [
+            f"{name}={shown[name]}"
+            for name, field in EvalEnvSpec.model_fields.items()
+            if name != "fixed_opponent" and getattr(self.env, name) != field.default
+        ]
+        if content_file(self.env.env_id):  # a file that changed is another env
+            played_how.append(f"sha256={read_questions(self.env.env_id).sha256[:16]}")
+        return JOINT.join((self.model.key, self.opponent.key, *played_how))
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.name} against {self.opponent.name}"
+
+    @property
+    def models(self) -> tuple[EvaluatedModel, EvaluatedModel]:
+        return self.model, self.opponent
+
+    @property
+    def adapters(self) -> dict[str, EvaluatedModel]:
+        """Adapters, by key, that must be loaded to play the cell."""
+        return {model.key: model for model in self.models if model.path is not None}
+
+
+def read_key(key: str) -> CellKey:
+    """Parse a `Cell.key`."""
+    models, _, env = key.partition(f"{JOINT}env_id=")
+    model_key, _, opponent_key = models.partition(JOINT)
+    env_id, *others = env.split(JOINT)
+    settings = dict(setting.partition("=")[::2] for setting in others)
+    return CellKey(
+        model_key=model_key,
+        opponent_key=opponent_key,
+        env_id=env_id,
+        num_players=int(settings.pop("num_players")),
+        prompt_template=settings.pop("prompt_template", EvalEnvSpec(env_id="", num_players=1).prompt_template),
+        other_settings=", ".join(f"{name}={value}" for name, value in settings.items()),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +113,11 @@ class EvaluationPlan:
     cells: tuple[Cell, ...]
     games: int
     """Number of games of each cell."""
-    concurrency: int
     output: Path
-    is_tournament: bool
     is_ladder: bool = False
-    """Whether the opponents are the rungs of `absolute_ladder`."""
+    """Whether the opponents are the rungs of a ladder."""
+    run: Path | None = None
+    """Directory of the run that prompts are as in."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,9 +132,10 @@ class EvaluationPlan:
             "engine": config.engine.kind,
             **{key: getattr(config.engine, key) for key in sampling},
             **({"thinking_tokens": config.engine.thinking_tokens} if config.engine.thinking_tokens else {}),
-            "max_action_chars": config.run.max_action_chars,
+            "max_action_chars": MAX_ACTION_CHARS,
             **{f"opponents.{key}": getattr(config.opponents, key) for key in answers},
-            "templates": config.model_dump(mode="json")["templates"],
+            # A key without a value, because later versions added it, differs from none.
+            "templates": config.model_dump(mode="json", exclude_none=True)["templates"],
         }
 
 
@@ -69,8 +147,6 @@ def plan_evaluation(
     envs: Sequence[str] = (),
     opponents: Sequence[str] = (),
     games: int = 200,
-    concurrency: int | None = None,
-    tournament: bool = False,
     ladder: bool = False,
     temperature: float | None = None,
     overrides: Sequence[str] = (),
@@ -83,15 +159,12 @@ def plan_evaluation(
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
     temperature: sampling temperature in every env, 0 for greedy; default: each eval env's, else the config's.
-    ladder: rate the models and the base against the rungs of `absolute_ladder`.
+    ladder: rate the models and the base against the rungs of a ladder.
     trusts_config: use a run's config although another user wrote it; see `trust.run_config`.
     """
-    if (tournament or ladder) and opponents:
-        who = "the rungs of a ladder are its opponents" if ladder else "the models of a tournament play each other"
-        raise ConfigError(f"{who}: leave out --opponent")
-    if tournament and ladder:
-        raise ConfigError("--tournament and --ladder are two evaluations: name one of them")
-    found, others = find_sides([*models, BASE] if ladder else models, RUNGS if ladder else opponents)
+    if ladder and opponents:
+        raise ConfigError("the rungs of a ladder are its opponents: leave out --opponent")
+    ours, theirs = find_sides([*models, BASE], RUNGS) if ladder else find_sides(models, opponents)
     run = find_run(models)
     if config is None:
         if run is None:
@@ -104,49 +177,118 @@ def plan_evaluation(
             specs = [spec.model_copy(update={"temperature": eval_temperature(temperature)}) for spec in specs]
         except ValueError as error:
             raise ConfigError(f"--temperature {temperature:g}: {error}") from None
-    if tournament or others:
-        specs = _distinct_envs(specs)
-    if ladder and (problems := [*_ladder_problems(specs, given)]):
-        raise ConfigError(*problems)
-
-    own = {} if tournament or others else _own_opponents(specs, copies_of(config))
-
-    def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
-        return others or [own[env.fixed_opponent]]
-
-    if tournament:
-        cells = make_tournament(found, specs)
-    elif ladder:
-        cells = make_ladder_cells(found, others, specs)
+    if ladder:
+        cells = make_ladder_cells(ours, theirs, specs, given)
+    elif theirs:
+        cells = make_cells(ours, theirs, specs)
     else:
-        cells = list({cell.key: cell for cell in make_cells(found, opponents_of, specs)}.values())
-    seated = {model.key: model for cell in cells for model in cell.models}
-    plan = _engine_plan(given, cells, check_base(list(seated.values()), given))
+        own = _own_opponents(specs, copies_of(config))
+        cells = [
+            cell for spec in specs for cell in make_cells(ours, [own.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
+        ]
+    plan = _engine_plan(given, cells := distinct(cells))
     in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
-    return EvaluationPlan(
-        plan=plan,
-        cells=tuple(cells),
-        games=games,
-        concurrency=concurrency or given.run.num_collection_workers,
-        output=output,
-        is_tournament=tournament,
-        is_ladder=ladder,
-    )
+    run = run or find_run([str(config)])
+    return EvaluationPlan(plan=plan, cells=tuple(cells), games=games, output=output, is_ladder=ladder, run=run)
 
 
-def _ladder_problems(specs: Sequence[EvalEnvSpec], config: Config) -> Iterator[str]:
-    """Yield the reason for each env that has no ladder."""
-    for spec in specs:
+def distinct(cells: Iterable[Cell]) -> list[Cell]:
+    """Return each cell once, regardless of the other opponents of its env in the config."""
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def make_cells(
+    models: Sequence[EvaluatedModel], opponents: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec]
+) -> list[Cell]:
+    """Pair every model with every opponent in every env; an env of one seat has no opponent."""
+    return [
+        Cell(model=model, opponent=opponent, env=env)
+        for env in envs
+        for model in models
+        for opponent in (opponents if env.num_players > 1 else [NO_OPPONENT])
+    ]
+
+
+def make_ladder_cells(
+    models: Sequence[EvaluatedModel], rungs: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec], config: Config
+) -> list[Cell]:
+    """Pair all rungs with each other, and every model that is none of them with every rung.
+
+    Raises ConfigError for envs that have no ladder.
+    """
+    envs = list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
+    problems = []
+    for spec in envs:
         if spec.num_players != 2:
-            yield f"--ladder rates players of two-player games, and {spec.env_id} has {spec.num_players}; leave it out"
+            seats = f"{spec.env_id} has {spec.num_players}"
+            problems.append(f"--ladder rates players of two-player games, and {seats}; leave it out")
         elif (reason := why_not_seated(ANCHOR, spec, config.opponents)) is not None:
-            yield f"--ladder: {reason}; name a game that it can play with --env openspiel:NAME"
-    for env_id, times in Counter(spec.env_id for spec in specs).items():
-        if times > 1:
-            yield (
-                f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template, "
-                "--temperature"
-            )
+            problems.append(f"--ladder: {reason}; name a game that it can play with --env openspiel:NAME")
+    problems += [
+        f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template, "
+        "--temperature"
+        for env_id, times in Counter(spec.env_id for spec in envs).items()
+        if times > 1
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    pairs = list(itertools.combinations(rungs, 2))
+    rated = [Cell(model=model, opponent=opponent, env=env) for env in envs for model, opponent in pairs]
+    return [*rated, *make_cells([model for model in models if model not in rungs], rungs, envs)]
+
+
+def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[str, EvaluatedModel]:
+    """Return the `fixed_opponent` of every env with several seats. Raises ConfigError with every problem of one."""
+    found: dict[str, EvaluatedModel] = {}
+    problems: list[str] = []
+    for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
+        try:
+            found[name] = opponent(name, copies)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def as_trained(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells with the sampling of training, each once."""
+    as_in_training = {"temperature": None, "top_p": None}
+    return distinct(replace(cell, env=cell.env.model_copy(update=as_in_training)) for cell in cells)
+
+
+def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
+    """Split cells, in order, into rounds that each need at most `slots` adapters.
+
+    Raises ConfigError if one cell alone needs more.
+    """
+    rounds: list[list[Cell]] = []
+    needed: dict[str, EvaluatedModel] = {}
+    for cell in cells:
+        if len(cell.adapters) > slots:
+            raise ConfigError(f"engine.max_loras = {slots}: {cell.title} needs {len(cell.adapters)}")
+        if not rounds or len(needed | cell.adapters) > slots:
+            rounds.append([])
+            needed = {}
+        rounds[-1].append(cell)
+        needed |= cell.adapters
+    return rounds
+
+
+def seat_of(cell: Cell, number: int) -> int:
+    """Return the seat of `cell.model` in game `number`; the seats rotate."""
+    return number % cell.env.num_players
+
+
+def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel], ModelRef]) -> GameSpec:
+    """Return game `number` of a cell. `ref`: returns the current reference to a model."""
+    env, seat = cell.env, seat_of(cell, number)
+    seated = [cell.model if pid == seat else cell.opponent for pid in range(env.num_players)]
+    number_of_seed = number // env.num_players
+    game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
+    if content_file(env.env_id):
+        game_seed = question_seed(number)
+    return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=cell.title)
 
 
 def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
@@ -176,7 +318,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
             given |= {"observation": "env"} if is_openspiel(env_id) else {}
-            given = {"observation": "env", "num_players": 1} | given if is_questions(env_id) else given
+            given = {"observation": "env", "num_players": 1} | given if is_judged(env_id) else given
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 
@@ -186,52 +328,23 @@ def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
     return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents"}))
 
 
-def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
-    """Return each env once, regardless of its opponents."""
-    return list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
+def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
+    """Return a plan of engines for the envs and models, on every device that the config gives to engines or learner.
 
-
-def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[str, EvaluatedModel]:
-    """Return the model of each `fixed_opponent` by its name, read once. Raises ConfigError with every problem."""
-    found: dict[str, EvaluatedModel] = {}
-    problems: list[str] = []
-    for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
-        try:
-            found[name] = opponent(name, copies)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
-    return found
-
-
-def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
-    """Return a plan of engines for the envs and models of `cells`; see `plan_engines`."""
+    Raises ConfigError with every problem of the adapters, envs, templates, opponents, engine and devices.
+    """
+    rank = check_base(list({model.key: model for cell in cells for model in cell.models}.values()), config)
+    first = cells[0].env.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
     played = dict.fromkeys(
         cell.env.model_copy(update={"fixed_opponent": name})
         for cell in cells
         for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
-    first = cells[0].env
-    train_env = TrainEnvSpec(
-        num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
-    )
-    return plan_engines(config, rank, train_env, tuple(played))
-
-
-def plan_engines(config: Config, rank: int, train_env: TrainEnvSpec, eval_envs: tuple[EvalEnvSpec, ...] = ()) -> Plan:
-    """Return a plan of engines for adapters up to `rank`, on every device that the config gives to engines or learner.
-
-    Raises ConfigError with every problem of the envs, their templates and opponents, the engine and the devices.
-    """
-    return make_engine_plan(
-        config.model_copy(
-            update={
-                "engine": config.engine.model_copy(update={"when_shared": "split"}),
-                "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
-                "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
-                "train_envs": (train_env,),  # a config has at least one
-                "eval_envs": eval_envs,
-            }
-        )
-    )
+    changed = {
+        "engine": config.engine.model_copy(update={"when_shared": "split"}),
+        "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
+        "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
+        "train_envs": (TrainEnvSpec(num_actors=cells[0].env.num_players, **first),),  # a config has at least one
+        "eval_envs": tuple(played),
+    }
+    return make_engine_plan(config.model_copy(update=changed))

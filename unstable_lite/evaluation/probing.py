@@ -1,38 +1,54 @@
 """Metrics of a model's choices at given positions: share of optimal moves, entropy, dependence on the position.
 
-Owns the positions, which are those of seeded games of random legal players, and the metrics made from exact answer
-probabilities, with intervals from a bootstrap over games. Loads no model: `evaluation.scoring` has the probabilities.
+Owns the positions, which are those of seeded games of random legal players, and the metrics, with intervals from a
+bootstrap over games. The probabilities are exact ones of `evaluation.scoring`, or counted in sampled answers if answers
+cannot be listed, as of models that reason. Loads no model.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from unstable_lite.config.env_ids import is_questions
+from unstable_lite.config.env_ids import is_judged, is_openspiel
 from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell
+from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
+from unstable_lite.evaluation.models import check_served
+from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained, game_spec, seat_of
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import environment_of
-from unstable_lite.games.openspiel.flatten import solved_moves
-from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
-from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
+from unstable_lite.games.openspiel.game_tree import solved_moves
+from unstable_lite.games.openspiel.prompts import read_action
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, greedy_actions, optimal_actions
+from unstable_lite.games.players.policy import Player
 from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.rng import derive_seed
+from unstable_lite.rollout.collector import play_all
 from unstable_lite.tracking.intervals import Z_95
 
 Floats = npt.NDArray[np.float64]
 
-METRICS = ("optimal", "greedy", "rest", "action_entropy", "state_dependence")
+COLUMNS = {
+    "optimal": "optimal",
+    "greedy": "win or block",
+    "rest": "not a legal answer",
+    "action_entropy": "entropy",
+    "state_dependence": "state dependence",
+}
+"""Metrics, with their names in a terminal's table."""
 BOOTSTRAP = 200
 MOST_NEWTON_STEPS = 40
 CONVERGED = 1e-7
@@ -101,9 +117,9 @@ def with_positions(cells: Sequence[Cell], say: Callable[[str], None]) -> list[Ce
 
     Questions have none: there is no list of legal answers.
     """
-    for env_id in dict.fromkeys(cell.env.env_id for cell in cells if is_questions(cell.env.env_id)):
+    for env_id in dict.fromkeys(cell.env.env_id for cell in cells if is_judged(cell.env.env_id)):
         say(f"left out: {env_id} has no list of legal answers; evaluate it with `eval`")
-    kept = [cell for cell in cells if not is_questions(cell.env.env_id)]
+    kept = [cell for cell in cells if not is_judged(cell.env.env_id)]
     if not kept:
         raise ConfigError("there is no env to probe: name one that has legal actions with --env")
     return kept
@@ -217,39 +233,31 @@ def _by_action(distributions: Sequence[ActionDistribution]) -> tuple[Floats, Flo
 def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Floats) -> Floats:
     """Return, for each row of position weights, the weighted sum of the divergences from the best blind policy.
 
-    `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method.
+    `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method; a step is
+    limited, and the least of the values counts, so that a step that was too long does no harm.
     """
     p_NA, offset_NA = _by_action(distributions)
     entropy_N = np.array([_entropy(_normalised(of)) for of in distributions])
-
-    def evaluate(logit_BA: Floats) -> tuple[Floats, Floats]:
-        """Return the weighted sum of the cross-entropies, and the blind policies."""
+    logit_BA, least_B = np.zeros((len(weight_BN), p_NA.shape[1])), np.full(len(weight_BN), np.inf)
+    diagonal = np.arange(p_NA.shape[1])
+    for _ in range(MOST_NEWTON_STEPS):
         logit_BNA = logit_BA[:, None, :] + offset_NA
         top_BN1 = logit_BNA.max(-1, keepdims=True)
         q_BNA = np.exp(logit_BNA - top_BN1)
         total_BN1 = q_BNA.sum(-1, keepdims=True)
+        q_BNA /= total_BN1
         cross_BN = (top_BN1 + np.log(total_BN1))[..., 0] - logit_BA @ p_NA.T
-        return (weight_BN * cross_BN).sum(1), q_BNA / total_BN1
-
-    logit_BA, scale_B = np.zeros((len(weight_BN), p_NA.shape[1])), np.ones(len(weight_BN))
-    loss_B, q_BNA = evaluate(logit_BA)
-    for _ in range(MOST_NEWTON_STEPS):
-        slope_BA = np.einsum("bn,bna->ba", weight_BN, q_BNA - p_NA)
-        curvature_BAA = -np.einsum("bn,bna,bnc->bac", weight_BN, q_BNA, q_BNA, optimize=True)
-        diagonal = np.arange(p_NA.shape[1])
-        curvature_BAA[:, diagonal, diagonal] += np.einsum("bn,bna->ba", weight_BN, q_BNA) + RIDGE
-        step_BA = -np.linalg.solve(curvature_BAA, slope_BA[..., None])[..., 0]
-        step_BA *= np.minimum(1.0, LONGEST_STEP / np.maximum(np.abs(step_BA).max(1, keepdims=True), 1e-12))
-        tried_BA = logit_BA + scale_B[:, None] * step_BA
-        tried_loss_B, tried_q_BNA = evaluate(tried_BA)
-        is_better_B, is_converged_B = tried_loss_B < loss_B, np.abs(tried_loss_B - loss_B) < CONVERGED
-        scale_B = np.where(is_better_B, 1.0, scale_B / 2)
-        logit_BA = np.where(is_better_B[:, None], tried_BA, logit_BA)
-        q_BNA = np.where(is_better_B[:, None, None], tried_q_BNA, q_BNA)
-        loss_B = np.minimum(loss_B, tried_loss_B)
+        loss_B = (weight_BN * cross_BN).sum(1)
+        is_converged_B = np.abs(loss_B - least_B) < CONVERGED
+        least_B = np.minimum(loss_B, least_B)
         if is_converged_B.all():
             break
-    nats_B: Floats = np.maximum(loss_B - weight_BN @ entropy_N, 0.0)
+        slope_BA = np.einsum("bn,bna->ba", weight_BN, q_BNA - p_NA)
+        curvature_BAA = -np.einsum("bn,bna,bnc->bac", weight_BN, q_BNA, q_BNA, optimize=True)
+        curvature_BAA[:, diagonal, diagonal] += np.einsum("bn,bna->ba", weight_BN, q_BNA) + RIDGE
+        step_BA = -np.linalg.solve(curvature_BAA, slope_BA[..., None])[..., 0]
+        logit_BA += step_BA * np.minimum(1.0, LONGEST_STEP / np.maximum(np.abs(step_BA).max(1, keepdims=True), 1e-12))
+    nats_B: Floats = np.maximum(least_B - weight_BN @ entropy_N, 0.0)
     return nats_B
 
 
@@ -276,14 +284,75 @@ def _share(good: Sequence[str], of: ActionDistribution) -> float:
 def _normalised(of: ActionDistribution) -> Floats:
     """Return the probabilities of the legal actions given that the answer is one of them."""
     total = of.probabilities.sum()
-    if not total > 0:
-        return np.full(len(of.actions), 1 / len(of.actions))
-    normalised: Floats = of.probabilities / total
-    return normalised
+    return of.probabilities / total if total > 0 else np.full(len(of.actions), 1 / len(of.actions))
 
 
 def _entropy(p_A: Floats) -> float:
     return -float((p_A * np.log(np.where(p_A > 0, p_A, 1.0))).sum())
+
+
+async def probe_by_samples(
+    evaluation: EvaluationPlan, games: int, samples: int, logs: Path, say: Callable[[str], None]
+) -> list[Probe]:
+    """Probe the base and the adapters of the plan in each of its envs, with `samples` answers at each position.
+
+    The entropy of `samples` answers is at most ln(samples), and on average below the policy's, so compare only results
+    with the same number of samples. State dependence is not reported: sampling noise would count as dependence.
+
+    Raises ConfigError for a model that no engine serves, UnsupportedEnvError for an env family whose legal moves cannot
+    be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
+    """
+    check_served(cell.model for cell in evaluation.cells)
+    cells = as_trained(with_positions(evaluation.cells, say))
+    positions = {cell.env: random_positions(cell.env, games) for cell in cells}
+    concurrency = evaluation.plan.config.run.num_collection_workers
+
+    async def probe_all(seats: PlayerFactory, adapters: LoadedAdapters) -> list[Probe]:
+        probes: list[Probe] = []
+        async for round_ in adapters.rounds(cells):
+            for cell in round_:
+                player = seats.players(game_spec(cell, 0, 0, adapters.ref))[seat_of(cell, 0)]
+                found = await _sampled(cell.env.env_id, player, positions[cell.env], samples, concurrency)
+                probes.append(probe(cell.model.name, cell.env, positions[cell.env], found, is_sampled=True))
+        return probes
+
+    try:
+        return await with_engines(replace(evaluation, cells=tuple(cells)), logs, say, probe_all)
+    except BaseExceptionGroup as group:
+        raise first_reason(group) from group
+
+
+async def _sampled(
+    env_id: str, player: Player, positions: Sequence[Position], samples: int, concurrency: int
+) -> dict[str, ActionDistribution]:
+    chosen = {position.observation: Counter[str | None]() for position in positions}
+    legal = {observation: legal_actions(env_id, observation) for observation in chosen}
+
+    async def ask(observation: str) -> None:
+        reply = await player.act(observation)
+        chosen[observation][_meant(env_id, reply.action, legal[observation])] += 1
+
+    await play_all((observation for observation in chosen for _ in range(samples)), ask, concurrency)
+    return {
+        observation: ActionDistribution(
+            actions=tuple(actions),
+            probabilities=np.array([chosen[observation][action] / samples for action in actions]),
+        )
+        for observation, actions in legal.items()
+    }
+
+
+def _meant(env_id: str, action: str, legal: Sequence[str]) -> str | None:
+    """Return the legal action that an answer means, or None. Envs of TextArena differ in their notations."""
+    if is_openspiel(env_id):
+        names = {name[1:-1]: name for name in legal}
+        found = read_action(action, names)
+        return None if found is None else names[found]
+    return next((name for name in legal if _spelled(name) == _spelled(action)), None)
+
+
+def _spelled(action: str) -> str:
+    return "".join(action.casefold().split())
 
 
 def write_probes(path: Path, probes: Sequence[Probe]) -> None:
@@ -291,7 +360,7 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
     rows = []
     for of in probes:
         row = asdict(of)
-        for name in METRICS:
+        for name in COLUMNS:
             parts = row.pop(name) or dict.fromkeys(("value", "low", "high", "n"))
             row |= {name: parts.pop("value")} | {f"{name}_{part}": number for part, number in parts.items()}
         rows.append(row)
@@ -303,34 +372,18 @@ def probe_tables(probes: Sequence[Probe]) -> list[Table]:
     tables = []
     for env_id in dict.fromkeys(of.env_id for of in probes):
         rows = [of for of in probes if of.env_id == env_id]
+        names = [name for name in COLUMNS if any(getattr(of, name) is not None for of in rows)]
         title = f"{env_id}: choices at {rows[0].positions} random positions"
-        table = Table(title=title, title_justify="left")
-        table.add_column("model", overflow="fold")
-        columns: list[tuple[str, Callable[[Estimate], str], list[Estimate | None]]] = [
-            ("optimal", _percent, [of.optimal for of in rows]),
-            ("win or block", _percent, [of.greedy for of in rows]),
-            ("not a legal answer", _percent, [of.rest for of in rows]),
-            ("entropy", _nats, [of.action_entropy for of in rows]),
-            ("state dependence", _nats, [of.state_dependence for of in rows]),
-        ]
-        cells = []
-        for name, shown, estimates in columns:
-            if any(estimate is not None for estimate in estimates):
-                table.add_column(name, justify="right")
-                cells.append([shown(estimate) if estimate is not None else "–" for estimate in estimates])
-        for of, row in zip(rows, zip(*cells, strict=True), strict=True):
-            table.add_row(of.model, *row)
-        tables.append(table)
+        tables.append(plain_table(title, ["model"], [COLUMNS[name] for name in names]))
+        for of in rows:
+            tables[-1].add_row(of.model, *(_shown(name, getattr(of, name)) for name in names))
     return tables
 
 
-def _nats(estimate: Estimate) -> str:
-    if not estimate.n:
+def _shown(name: str, estimate: Estimate | None) -> str:
+    if estimate is None or not estimate.n:
         return "–"
-    return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
-
-
-def _percent(estimate: Estimate) -> str:
-    if not estimate.n:
-        return "–"
-    return f"{estimate.value:.1%} ± {estimate.high - estimate.value:.1%} (n={estimate.n})"
+    half = estimate.high - estimate.value
+    if name in ("action_entropy", "state_dependence"):  # in nats
+        return f"{estimate.value:.3f} ± {half:.3f}"
+    return f"{estimate.value:.1%} ± {half:.1%} (n={estimate.n})"

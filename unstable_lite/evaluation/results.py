@@ -9,41 +9,38 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from unstable_lite.config.games import against
+from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, CellKey, read_key, seat_of
-from unstable_lite.evaluation.ladder import LadderEntry
-from unstable_lite.files import RecordLog, read_records
-from unstable_lite.tracking.evaluations import Evaluation, Tally, score
-from unstable_lite.tracking.intervals import paired_difference
+from unstable_lite.evaluation.plan import Cell, CellKey, read_key, seat_of
+from unstable_lite.files import RecordLog, open_to_write, read_records, replaced
+from unstable_lite.printable import as_markdown
+from unstable_lite.tracking.evaluations import Evaluation, Tally, by_deal, score
+from unstable_lite.tracking.intervals import Gain, paired_difference
 from unstable_lite.types import GameRecord
 
-REFERENCE_COLUMNS = {
-    "game_idx": "index",
-    "env_id": "env_id",
-    "eval_model_pid": "pid",
-    "eval_model_reward": "reward",
-    "avg_opponent_reward": "opponent_reward",
-    "num_turns": "num_turns",
-}
-"""Columns of eval_results.csv, with the key of each in a line."""
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template"}
 """Columns of a terminal's table, shown if its rows differ in them."""
 SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values(), "other_settings")
 """Fields in which evaluations with the same seeds and seats agree."""
 COUNTS = ("n", "wins", "draws", "losses")
-LADDER_COLUMNS = ("rank", *(field.name for field in fields(LadderEntry)))
+READ = (
+    *("model", "opponent", "env_id", "num_players", "prompt_template", "other_settings", *COUNTS),
+    *("points", "points_low", "points_high", "mean_reward", "own_invalid_rate", "void"),
+    *("remarks", "compared_with", "change", "change_low", "change_high"),
+)
+"""Columns that a person reads: the games, the result with one interval, its faults, and the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +89,7 @@ class Results:
             "outcome": None if is_void else record.outcomes[pid],
             "own_invalid": pid in record.invalid_pids,
             "end": record.end,
+            "reason": record.reason,
             "num_turns": len(record.turns),
             "seconds": round(record.seconds, 4),
             "error": record.error,
@@ -110,10 +108,9 @@ class Results:
     def all_evaluations(self, cells: Sequence[Cell]) -> list[CellEvaluation]:
         """Return the results of all games: of `cells` first, then of the others in the order of their lines."""
         names, evaluations = self._names(cells), []
-        for key in dict.fromkeys([cell.key for cell in cells if cell.key in self._rows] + [*self._rows]):
-            of = read_key(key)
-            rows, model, opponent = [*self._rows[key].values()], names[of.model_key], names[of.opponent_key]
-            evaluations.append(_evaluation(of, rows, model, opponent))
+        for key in dict.fromkeys([*(cell.key for cell in cells if cell.key in self._rows), *self._rows]):
+            of, rows = read_key(key), [*self._rows[key].values()]
+            evaluations.append(_evaluation(of, rows, names[of.model_key], names[of.opponent_key]))
         return evaluations
 
     def close(self) -> None:
@@ -138,13 +135,12 @@ def _evaluation(of: CellKey, rows: Sequence[Mapping[str, Any]], model: str, oppo
     tally, played = Tally(), dict[int, tuple[float, float]]()
     for row in rows:
         if row["end"] == "void":
-            tally.void += 1
+            tally.void[row.get("reason", "")] += 1
         else:
-            tally.add(row["outcome"], row["reward"], row["own_invalid"])
+            ended = {"end": row["end"], "reason": row.get("reason", "")}
+            tally.add(row["outcome"], row["reward"], row["own_invalid"], **ended)
             played[row["game"]] = score(row["outcome"], row["reward"]), row["reward"]
-    firsts = range(0, max(played, default=-1) + 1, of.num_players)
-    deals = [[played.get(first + seat, (None, None)) for seat in range(of.num_players)] for first in firsts]
-    scores, rewards = (tuple(tuple(of_game[i] for of_game in of_deal) for of_deal in deals) for i in (0, 1))
+    scores, rewards = by_deal(played, max(played, default=-1) + 1, of.num_players)
     return CellEvaluation(
         **asdict(replace(tally.evaluation(model, model, 0, of.env_id, opponent), scores=scores, rewards=rewards)),
         num_players=of.num_players,
@@ -159,7 +155,8 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ConfigError(f"{directory} is not empty and not an evaluation's; name another directory with --output")
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        with replaced(path) as partial:
+            partial.write_text(json.dumps(settings, indent=2) + "\n")
         return
     try:
         before = json.loads(path.read_text())
@@ -182,51 +179,23 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
 def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[CellEvaluation]:
     """Write all tables; return the results of the first `games` games of `cells`.
 
-    table.csv and table.md contain all games; eval_results.csv, in the format of the reference's evaluator, which names
-    no models, only those of `cells`.
+    table.csv and table.md contain all games; table.md has only the columns that a person reads and any row has.
     """
-    evaluations = results.all_evaluations(cells)
-    rows = [_row(evaluation, _first(evaluation, evaluations)) for evaluation in evaluations]
-    _write_both(results.directory / "table", list(rows[0]), rows)
-    played = [row for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
-    reference = [
-        {column: ({"index": index} | row)[key] for column, key in REFERENCE_COLUMNS.items()}
-        for index, row in enumerate(played)
-    ]
-    write_csv(results.directory / "eval_results.csv", list(REFERENCE_COLUMNS), reference)
+    rows = table_rows(results.all_evaluations(cells))
+    write_csv(results.directory / "table.csv", list(rows[0]), rows)
+    columns = [column for column in READ if any(_plain(row[column]) != "" for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([str(_plain(row[column], 3)) for column in columns] for row in rows)]
+    with replaced(results.directory / "table.md") as partial:
+        text = "".join(f"| {' | '.join(map(as_markdown, line))} |\n" for line in lines)
+        partial.write_text(text, encoding="utf-8")
     return [results.evaluation(cell, games) for cell in cells]
 
 
-def write_ladder(directory: Path, placed: Sequence[LadderEntry], evaluations: Sequence[Evaluation]) -> None:
-    """Write ladder.csv, ladder.md, and matches.csv with the row model's share of points against the column's.
-
-    A win is a point, a draw half of one. A cell is empty if the two did not meet.
-    """
-    rows = [{"rank": rank} | asdict(model) for rank, model in enumerate(placed, start=1)]
-    _write_both(directory / "ladder", LADDER_COLUMNS, rows)
-    points, games = _points(evaluations)
-    names = [model.model for model in placed]
-    matrix = [
-        {"model": row}
-        | {column: points[row, column] / games[row, column] for column in names if games.get((row, column))}
-        for row in names
-    ]
-    write_csv(directory / "matches.csv", ("model", *names), matrix)
-
-
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with os.fdopen(open_to_write(path, os.O_TRUNC), "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         writer.writerows({column: _plain(value) for column, value in row.items()} for row in rows)
-
-
-def _write_both(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write `path` with the suffixes .csv and .md."""
-    write_csv(path.with_suffix(".csv"), columns, rows)
-    lines = [columns, ["---"] * len(columns), *([str(_plain(row[column])) for column in columns] for row in rows)]
-    text = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
@@ -237,12 +206,10 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         shown = [e for e in alike if e.other_settings == settings]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
         title = ", ".join([f"{env_id}{against(opponent)}", *_apart(settings, [e.other_settings for e in alike])])
-        table = Table("model", *differing, title=title, title_justify="left", box=SIMPLE_HEAD)
-        table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
         has_deals = any(e.points_over_deals for e in shown)
         of_points = ("points", "95 %", *["95 % over\ndeals"] * has_deals)
-        for name in ("games", *of_points, "won", "drawn", "reward", "own\ninvalid"):
-            table.add_column(name, justify="right")
+        columns = ("games", *of_points, "won", "drawn", "reward", "own\ninvalid")
+        table = plain_table(title, ("model", *differing), columns)
         for e in shown:
             low, high = e.points_interval
             deals = f"{100 * over.low:.1f}–{100 * over.high:.1f}" if (over := e.points_over_deals) else "–"
@@ -258,7 +225,6 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
             )
         compared = [(e, e.describe_change(_first(e, shown))) for e in shown if e is not _first(e, shown)]
         table.caption = "\n".join(f"{e.model}: {change}" for e, change in compared if change) or None
-        table.caption_justify = "left"
         tables.append(table)
     return tables
 
@@ -269,15 +235,36 @@ def _apart(settings: str, alternatives: Sequence[str]) -> list[str]:
     return [setting for setting in own if setting and not all(setting in other for other in others)]
 
 
-def ladder_table(placed: Sequence[LadderEntry]) -> Table:
-    """Return the ladder as a table for a terminal."""
-    table = Table("", "model", title="TrueSkill", title_justify="left")
-    for name in ("μ", "σ", "games", "won", "drawn", "lost"):
-        table.add_column(name, justify="right")
-    for rank, p in enumerate(placed, start=1):
-        counts = map(str, (p.games, p.wins, p.draws, p.losses))
-        table.add_row(str(rank), p.model, f"{p.mu:.2f}", f"{p.sigma:.2f}", *counts)
-    return table
+def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:
+    """Return the rows of table.csv."""
+    rows = []
+    for e in evaluations:
+        first = _first(e, evaluations)
+        gained = None if e is first else paired_difference(first.scores, e.scores)
+        row = {name: getattr(e, name) for name in ("model", *SAME_GAMES, *COUNTS)}
+        for name, prefix, (low, high) in (
+            ("win_rate", "", e.interval),
+            ("points", "points_", e.points_interval),
+            ("mean_reward", "reward_", e.reward_interval),
+        ):
+            if not math.isfinite(rate := getattr(e, name)):
+                low = high = math.nan
+            row |= {name: rate, f"{prefix}low": low, f"{prefix}high": high}
+        row |= {
+            "deals": over.seeds if (over := e.points_over_deals) else None,
+            **_edges("points_over_deals", over),
+            **_edges("reward_over_deals", e.reward_over_deals),
+            "own_invalid": e.invalid,
+            "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
+            "void": e.void,
+            "remarks": "; ".join(e.remarks),
+            "compared_with": first.model if gained else None,
+            "change": gained.mean if gained else None,
+            **_edges("change", gained),
+            "change_seeds": gained.seeds if gained else None,
+        }
+        rows.append(row)
+    return rows
 
 
 def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEvaluation:
@@ -285,45 +272,11 @@ def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEval
     return next(other for other in evaluations if all(getattr(other, name) == getattr(e, name) for name in SAME_GAMES))
 
 
-def _row(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
-    gained = None if e is first else paired_difference(first.scores, e.scores)
-    row = {name: getattr(e, name) for name in ("model", *SAME_GAMES, *COUNTS)}
-    for name, prefix, (low, high) in (
-        ("win_rate", "", e.interval),
-        ("points", "points_", e.points_interval),
-        ("mean_reward", "reward_", e.reward_interval),
-    ):
-        row |= {name: getattr(e, name), f"{prefix}low": low, f"{prefix}high": high}
-    points, reward = e.points_over_deals, e.reward_over_deals
-    return row | {
-        "deals": points.seeds if points else None,
-        "points_over_deals_low": points.low if points else None,
-        "points_over_deals_high": points.high if points else None,
-        "reward_over_deals_low": reward.low if reward else None,
-        "reward_over_deals_high": reward.high if reward else None,
-        "own_invalid": e.invalid,
-        "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
-        "void": e.void,
-        "compared_with": first.model if gained else None,
-        "change": gained.mean if gained else None,
-        "change_low": gained.low if gained else None,
-        "change_high": gained.high if gained else None,
-        "change_seeds": gained.seeds if gained else None,
-    }
+def _edges(name: str, gain: Gain | None) -> dict[str, float | None]:
+    return {f"{name}_low": gain.low if gain else None, f"{name}_high": gain.high if gain else None}
 
 
-def _points(evaluations: Sequence[Evaluation]) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], int]]:
-    """Return the model's points, and the number of games, by (model, other)."""
-    points: dict[tuple[str, str], float] = {}
-    games: dict[tuple[str, str], int] = {}
-    for e in evaluations:
-        for pair, won in (((e.model, e.opponent), e.wins), ((e.opponent, e.model), e.losses)):
-            points[pair] = points.get(pair, 0.0) + won + e.draws / 2
-            games[pair] = games.get(pair, 0) + e.n
-    return points, games
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: Any, digits: int = 6) -> Any:
     if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else ""
+        return round(value, digits) if math.isfinite(value) else ""
     return "" if value is None else value

@@ -1,4 +1,4 @@
-"""Exact probability of each legal answer, scored with the learner's model instead of sampled.
+"""Exact probability of each legal answer, scored with the learner's model; and exploitability, computed from it.
 
 Owns a model in this process, so it is the one module of this package that loads torch. An answer is the action inside
 `\\boxed{}` and the token that ends the turn. Everything else that a model may write (an illegal move, words before the
@@ -10,19 +10,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from rich.table import Table
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
+from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, as_trained
-from unstable_lite.evaluation.exact import ExactResult, exact_result
-from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
+from unstable_lite.evaluation.models import EvaluatedModel, check_served, find_models, find_run
+from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained
 from unstable_lite.evaluation.probing import (
     ActionDistribution,
     Probe,
@@ -31,10 +33,10 @@ from unstable_lite.evaluation.probing import (
     uniform_distribution,
     with_positions,
 )
-from unstable_lite.games.answers import allowance_problem, questions
-from unstable_lite.games.game_tree import uniform
-from unstable_lite.games.openspiel.flatten import flatten
-from unstable_lite.games.templates import chats_in_use, templates_for
+from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised, uniform
+from unstable_lite.games.openspiel.game_tree import Policy as GamePolicy
+from unstable_lite.games.run_prompts import recorded_prompts
+from unstable_lite.games.templates import allowance_problem, chats_in_use, questions, templates_for
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
@@ -44,6 +46,48 @@ from unstable_lite.planning.trust import run_config
 
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactResult:
+    """Exact metrics of one model in one env, in the game's units. Wins are the model's, not the response's."""
+
+    model: str
+    env_id: str
+    states: int
+    """Number of decision states of both seats."""
+    rest: float
+    """Mean probability, over the decision states, of an answer that is not a legal action as it is listed."""
+    exploitability: float
+    """Mean utility of a best response over both seats; an answer that is not listed forfeits."""
+    exploitability_legal: float
+    """The same for the policy given that it gives a listed answer."""
+    win_0: float
+    """Probability of a win at seat 0 against the best response; so on for draw, loss and seat 1."""
+    draw_0: float
+    loss_0: float
+    win_1: float
+    draw_1: float
+    loss_1: float
+
+
+def exact_result(model: str, env_id: str, tree: GameTree, policy: GamePolicy) -> ExactResult:
+    """Return the metrics of a policy. `policy`: probabilities of the listed answers in each decision state."""
+    results: dict[str, float] = {}
+    lost = 0.0
+    for seat in (0, 1):
+        of_response = tree.outcomes(policy, 1 - seat, tree.best_response(policy, 1 - seat))
+        lost += of_response.utility
+        results |= {f"win_{seat}": of_response.loss, f"draw_{seat}": of_response.draw, f"loss_{seat}": of_response.win}
+    return ExactResult(
+        model=model,
+        env_id=env_id,
+        states=len(tree.states),
+        rest=sum(max(0.0, 1.0 - float(p.sum())) for p in policy) / len(policy),
+        exploitability=lost / 2,
+        exploitability_legal=tree.exploitability(renormalised(policy)),
+        **results,
+    )
 
 
 def action_distribution(
@@ -76,29 +120,26 @@ def action_distribution(
         prompt_template=prompt_template or (known[0].prompt_template if known else "default"),
         action_extraction_fn=known[0].action_extraction_fn if known else "default",
     )
-    scorer = AnswerScorer(settings, [env], device)
-    scorer.use(found)
-    return scorer.distributions(env, observations)
+    return AnswerScorer(settings, [env], device, find_run([str(model)])).distributions(env, observations, found)
 
 
 def probe_models(
-    cells: Sequence[Cell], config: Config, games: int, say: Callable[[str], None], device: str | None = None
+    evaluation: EvaluationPlan, games: int, say: Callable[[str], None], device: str | None = None
 ) -> list[Probe]:
-    """Probe the base and the adapters of `cells` in each env, at the same positions, after a random legal player.
+    """Probe the base and the adapters in each env, at the same positions, after a random legal player.
 
     Raises the errors of `action_distribution`.
     """
-    asked = _models_by_env(cell for cell in with_positions(cells, say) if not cell.model.is_fixed)
+    asked = _models_by_env(cell for cell in with_positions(evaluation.cells, say) if not cell.model.is_fixed)
     positions = {env: random_positions(env, games) for env in asked}
-    scorer = AnswerScorer(config, list(asked), device)
+    scorer = AnswerScorer(evaluation.plan.config, list(asked), device, evaluation.run)
     probes = []
     for env, models in asked.items():
         observations = list(dict.fromkeys(position.observation for position in positions[env]))
-        uniform = {observation: uniform_distribution(env.env_id, observation) for observation in observations}
-        probes.append(probe("random legal", env, positions[env], uniform))
+        random_play = {observation: uniform_distribution(env.env_id, observation) for observation in observations}
+        probes.append(probe("random legal", env, positions[env], random_play))
         for model in models:
-            scorer.use(model)
-            distributions = scorer.distributions(env, observations)
+            distributions = scorer.distributions(env, observations, model)
             probes.append(probe(model.name, env, positions[env], dict(zip(observations, distributions, strict=True))))
             if (rest := probes[-1].rest.value) > MUCH:
                 say(
@@ -108,20 +149,14 @@ def probe_models(
     return probes
 
 
-def evaluate_exactly(
-    cells: Sequence[Cell],
-    config: Config,
-    is_forced: bool,
-    say: Callable[[str], None],
-    device: str | None = None,
-) -> list[ExactResult]:
-    """Compute exact results of `scripted:random`, the base and the adapters of `cells` in each env.
+def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]) -> list[ExactResult]:
+    """Compute exact results of `scripted:random`, the base and the adapters in each env.
 
     `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
     and the errors of `action_distribution`.
     """
-    check_served(cell.model for cell in cells)
-    asked = _models_by_env(cells)
+    check_served(cell.model for cell in evaluation.cells)
+    asked = _models_by_env(evaluation.cells)
     trees, reasons = {}, []
     for env in asked:
         try:
@@ -134,12 +169,11 @@ def evaluate_exactly(
         raise ConfigError(*reasons)
     for reason in reasons:
         say(f"left out: {reason}")
-    scorer, results = AnswerScorer(config, list(trees), device), []
+    scorer, results = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run), []
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
         for model in asked[env]:
-            scorer.use(model)
-            found = scorer.distributions(env, [state.observation for state in tree.states])
+            found = scorer.distributions(env, [state.observation for state in tree.states], model)
             results.append(exact_result(model.name, env.env_id, tree, [of.probabilities for of in found]))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
     return results
@@ -153,10 +187,25 @@ def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedMod
     return {env: list(models) for env, models in asked.items()}
 
 
+def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
+    """Return one table for each env."""
+    tables: dict[str, Table] = {}
+    for of in results:
+        title = f"{of.env_id}: exact, against a best response in {of.states:,} decision states"
+        columns = ("exploitability", "legal only", "other answers", "points at seat 0, 1")
+        points = f"{of.win_0 + of.draw_0 / 2:.1%}, {of.win_1 + of.draw_1 / 2:.1%}"
+        metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", f"{of.rest:.2%}"
+        tables.setdefault(of.env_id, plain_table(title, ["model"], columns)).add_row(of.model, *metrics, points)
+    return list(tables.values())
+
+
 class AnswerScorer:
     """Base model with one adapter at a time."""
 
-    def __init__(self, config: Config, envs: Sequence[EvalEnvSpec], device: str | None = None) -> None:
+    def __init__(
+        self, config: Config, envs: Sequence[EvalEnvSpec], device: str | None = None, run: Path | None = None
+    ) -> None:
+        """Load the base. run: directory of the run that prompts are as in."""
         if config.engine.top_p < 1:
             raise ConfigError(
                 f"engine.top_p = {config.engine.top_p:g}: the probability of an answer is computed from the whole "
@@ -179,24 +228,24 @@ class AnswerScorer:
             self._policy = Policy(config, device)
         self._answers = AnswerScores(self._policy, config)
         tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
-        self._templates = templates_for(config, tokenizer.prompts(chats_in_use(config)))
-        self._model = BASE_MODEL
+        prompts = recorded_prompts(config, tokenizer.prompts(chats_in_use(config)), run)
+        self._templates = templates_for(config, prompts)
 
-    def use(self, model: EvaluatedModel) -> None:
-        """Score with `model` from now on. Raises ModelError for an adapter of another shape than the config's."""
+    def distributions(
+        self, env: EnvSpec, observations: Sequence[str], model: EvaluatedModel
+    ) -> list[ActionDistribution]:
+        """Return one distribution for each observation; see `action_distribution` for the errors.
+
+        Raises ModelError for an adapter of another shape than the config's.
+        """
         check_served([model])
-        if model.path is not None:
-            self._policy.load_adapter(model.path)
-        self._model = model
-
-    def distributions(self, env: EnvSpec, observations: Sequence[str]) -> list[ActionDistribution]:
-        """Return one distribution for each observation; see `action_distribution` for the errors."""
         if env.prompt_template not in self._templates:
             raise ConfigError(f"prompt_template {env.prompt_template!r} is not one of {', '.join(self._templates)}")
         template = self._templates[env.prompt_template]
         asked = list(questions(env, template, observations))
-        is_base = self._model.path is None
-        with self._policy.model.disable_adapter() if is_base else contextlib.nullcontext():
+        if model.path is not None:
+            self._policy.load_adapter(model.path)
+        with self._policy.model.disable_adapter() if model.path is None else contextlib.nullcontext():
             texts = [(question.prompt, question.answers) for question in asked]
             logprobs = self._answers.score(texts, template.stop)
         return [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 SERVER_KEY = "VLLM_API_KEY"
 """Variable with the key of vLLM servers that are engines, if they ask for one; vLLM's own `--api-key` reads it."""
-RECEIVER_KEY = "ADAPTER_RECEIVER_API_KEY"
-"""Variable with the key of the sidecars that receive adapters for these servers."""
 OPENROUTER_URL = "https://openrouter.ai/api/v1"
 
 
@@ -25,8 +25,32 @@ def key_variable(url: str) -> str:
 def api_key(url: str) -> str | None:
     """Return the endpoint's key, or None; for a local server without a key, "none"."""
     key = os.environ.get(key_variable(url))
-    is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    return key or ("none" if is_local else None)
+    return key or ("none" if is_loopback(url) else None)
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether the URL names this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def is_in_clear(url: str) -> bool:
+    """Return whether a request passes a network without encryption."""
+    return urlsplit(url).scheme != "https" and not is_loopback(url)
+
+
+def proxy_for(url: str) -> str | None:
+    """Return a remark that names the environment's proxy for the URL, without its password; None if there is none."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or not parts.hostname or is_loopback(url) or proxy_bypass(parts.hostname):
+        return None
+    shown = proxy.rpartition("@")[2].rpartition("//")[2]
+    return f"through the proxy {shown} of the environment; NO_PROXY={parts.hostname} goes past it"
 
 
 def url_problem(url: str, example: str = OPENROUTER_URL, variable: str | None = None) -> str | None:

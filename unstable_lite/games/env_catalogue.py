@@ -1,31 +1,49 @@
-"""Check of envs: whether they work, with which players and observation, and whether they need isolation."""
+"""Check of envs: whether they work, with which players and observation, and whether they need isolation.
+
+`trial` plays a few random games before a run: how long they are, and whether they end with rewards. `repeat_problem`
+plays games twice.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
-import importlib
+import json
+import math
+import os
+import random
+import subprocess
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
-from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel, is_questions
-from unstable_lite.errors import ConfigError
+from unstable_lite import plugins
+from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel
+from unstable_lite.config.games import EnvSpec
+from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError
+from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
 from unstable_lite.games.hang_guard import hang_guard
-from unstable_lite.games.openspiel import trial
-from unstable_lite.games.openspiel.catalogue import describe_games
-from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.games.openspiel.game import describe_games, trial_problem
+from unstable_lite.games.players.scripted import lists_actions, random_legal_action
+from unstable_lite.games.questions import is_questions, read_questions
+from unstable_lite.games.step_errors import reason_of
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
 """Longest reset in seconds of an env that is not isolated; a longer one would delay every other game."""
 PROBE_TIMEOUT_S = 20.0
+TRIAL_GAMES, TRIAL_TURNS, TRIAL_TIMEOUT_S = 12, 200, 5.0
+HASH_GAMES = 8
+"""Number of games whose first observations are compared under two hash seeds."""
 
 DENIED = {
     "MarketEntryGame": "games run past 300 turns, and loop for ever once all players are eliminated",
@@ -45,8 +63,12 @@ DENIED = {
 }
 """Env families that are broken in TextArena 0.7.4, with the reason."""
 NEEDS_NEWER_PYTHON = f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})"
-LOOPS = {"PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void"}
-"""Env families that work, except for an endless loop."""
+ISOLATED = {
+    "PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void",
+    "WordChains": "downloads word lists (nltk) at its first start; the hash seed of the process changes its games, so "
+    "they are isolated with a fixed one",
+}
+"""Env families whose games always run in separate processes."""
 REMARKS = {
     "KuhnPoker": "its bets move no chips (textarena/envs/KuhnPoker/env.py, line 34: the pot is the two antes), so it "
     "is best never to fold; openspiel:kuhn_poker pays them"
@@ -80,7 +102,25 @@ def is_isolated(
     """Return whether the env's games run in separate processes: as `wanted`; if None, whether the env needs it."""
     if wanted is not None:
         return wanted
-    return env_family(env_id) in LOOPS or probe(env_id, num_players, observation, env_kwargs).has_slow_reset
+    is_slow = env_family(env_id) in ISOLATED or probe(env_id, num_players, observation, env_kwargs).has_slow_reset
+    return is_slow or depends_on_hash_seed(env_id, num_players, env_kwargs)
+
+
+@cache
+def depends_on_hash_seed(env_id: str, num_players: int, env_kwargs: tuple[tuple[str, Any], ...]) -> bool:
+    """Return whether a custom env's first observations differ between two processes; False if it does not start."""
+    if ":" not in env_id or is_openspiel(env_id) or is_questions(env_id):
+        return False
+    command = [sys.executable, "-m", __name__, json.dumps([env_id, num_players, env_kwargs])]
+    shown = list[bytes]()
+    for seed in ("1", "2"):
+        given = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed}
+        try:
+            done = subprocess.run(command, env=given, capture_output=True, timeout=PROBE_TIMEOUT_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return False
+        shown.append(done.stdout)
+    return shown[0] != shown[1]
 
 
 @cache
@@ -95,11 +135,13 @@ def probe(
         return EnvFacts(_questions_problem(env_id, num_players, observation, env_kwargs))
     if is_openspiel(env_id):
         if env_kwargs:
-            parameters = ",".join(f"{name}={value}" for name, value in env_kwargs)
+            spelled = f"{env_id.partition('(')[0]}({','.join(f'{name}={value}' for name, value in env_kwargs)})"
+            return EnvFacts(f"env_kwargs is for TextArena's envs; write env_id = '{spelled}'")
+        if observation != "env":
             return EnvFacts(
-                f"env_kwargs is for TextArena's envs; write env_id = '{env_id.partition('(')[0]}({parameters})'"
+                f"observation = {observation!r} is for TextArena's envs: OpenSpiel has one text; leave it out"
             )
-        return EnvFacts(_openspiel_problem(env_id, num_players, observation))
+        return EnvFacts(trial_problem(env_id, num_players))
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
     if env_kwargs and (problem := _argument_problem(env_id, [name for name, _ in env_kwargs])) is not None:
@@ -141,10 +183,8 @@ def _argument_problem(env_id: str, names: list[str]) -> str | None:
     except (SyntaxError, ImportError):
         return None  # the trial start reports it
     unknown = [name for name in names if accepted is not None and name not in accepted]
-    if not unknown:
-        return None
     known = ", ".join(name for name in accepted or () if name != "error_allowance") or "none"
-    return f"env_kwargs: the env has no argument {', '.join(unknown)}; it accepts {known}"
+    return f"env_kwargs: the env has no argument {', '.join(unknown)}; it accepts {known}" if unknown else None
 
 
 def _questions_problem(
@@ -161,18 +201,12 @@ def _questions_problem(
     return None
 
 
-def _openspiel_problem(env_id: str, num_players: int, observation: Observation) -> str | None:
-    if observation != "env":
-        return f"observation = {observation!r} is for TextArena's envs: OpenSpiel's games have one text; leave it out"
-    return trial.problem(env_id, num_players)
-
-
 def _problem_by_name(env_id: str, observation: Observation) -> str | None:
     """Import the module of a custom env; return a reason why the env cannot be used that shows before its start."""
     module, _, registered_id = env_id.rpartition(":")
     try:
         if module:
-            importlib.import_module(module)
+            plugins.import_module(module)
     except (ImportError, ValueError, TypeError, SyntaxError) as failure:
         return f"cannot import {module!r}: {failure}"
     known = env_ids()
@@ -190,9 +224,9 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
         return f"observation = {observation!r} needs the env without wrappers, and {bare!r} is not registered"
     is_board_game = env_family(env_id) in BOARD_GAMES and "-blind" not in env_id
     if observation == "board" and not module and not is_board_game:
+        games = ", ".join(BOARD_GAMES)
         return (
-            "observation = 'board' needs a game whose newest board shows its whole state "
-            f"({', '.join(BOARD_GAMES)}); use observation = 'env'"
+            f"observation = 'board' needs a game whose board shows its whole state ({games}); use observation = 'env'"
         )
     return None
 
@@ -206,21 +240,26 @@ def describe_envs() -> list[tuple[str, str, str]]:
     rows = []
     for env_id in env_ids():
         if env_id.endswith("-train"):
-            family = env_family(env_id)
-            remark = f"broken: {DENIED[family]}" if family in DENIED else LOOPS.get(family, REMARKS.get(family, ""))
-            source = source_text(env_id)
-            if source is None:
-                rows.append((env_id, "?", remark or "its module is not in the package"))
-                continue
-            if not remark and not _can_be_parsed(source):
-                remark = NEEDS_NEWER_PYTHON
-            elif not remark and "nltk" in source:
-                remark = "downloads word lists (nltk) at its first start"
-            elif not remark and "OpenRouter" in source:
-                remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
-            rows.append((env_id, _players(source), remark))
+            family, source = env_family(env_id), source_text(env_id)
+            remark = f"broken: {DENIED[family]}" if family in DENIED else ISOLATED.get(family, REMARKS.get(family, ""))
+            rows.append((env_id, "?" if source is None else _players(source), remark or _remark(source)))
     remark = 'a file of {"question": …, "answer": …} lines, which are asked one by one'
     return [*rows, (f"{QUESTIONS}PATH{SUFFIX}", "1", remark), *describe_games()]
+
+
+def _remark(source: str | None) -> str:
+    if source is None:
+        return "its module is not in the package"
+    if not _can_be_parsed(source):
+        return NEEDS_NEWER_PYTHON
+    if "nltk" in source:
+        return "downloads word lists (nltk) at its first start"
+    return "calls OpenRouter: needs OPENROUTER_API_KEY" * ("OpenRouter" in source)
+
+
+def calls_model(env_id: str) -> bool:
+    """Return whether an env of TextArena asks a model over the network."""
+    return env_id in env_ids() and "OpenRouter" in (source_text(env_id) or "")
 
 
 @cache
@@ -238,3 +277,107 @@ def _players(source: str) -> str:
         if state in source:
             return players
     return "2+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Result of the trial games of an env."""
+
+    lengths: tuple[int, ...] = ()
+    """Number of turns of each game of random legal moves; empty if the package does not know the moves."""
+    problem: str | None = None
+    """Reason why the env cannot be used."""
+    unseen: str | None = None
+    """Reason why no game showed its rewards."""
+    observations: tuple[str, ...] = ()
+    """Observations of the longest game, in order; without known moves that of a first turn."""
+
+
+@cache
+def trial(spec: EnvSpec) -> Trial:
+    """Play `TRIAL_GAMES` games of random legal moves, or one of a move that is probably illegal.
+
+    Not tried: an isolated env, and one that calls a model over the network.
+    """
+    if is_questions(spec.env_id):
+        return Trial(lengths=(1,))
+    if _may_hang(spec) or calls_model(spec.env_id):
+        return Trial(unseen="it is isolated, or calls a model over the network")
+    knows_moves, lengths, until = lists_actions(spec.env_id), list[int](), time.monotonic() + TRIAL_TIMEOUT_S
+    unseen: str | None = "no trial game came to its end" if knows_moves else "the package knows no legal moves of it"
+    longest: list[tuple[int, str, str]] = []
+    with hang_guard(TRIAL_TIMEOUT_S):
+        for seed in range(TRIAL_GAMES if knows_moves else 1):
+            ended = None
+            try:
+                turns, ended = plugins.call("env", spec.env_id, partial(_turns, spec, seed, until=until), {})
+                if ended is not None:
+                    plugins.call("env", spec.env_id, ended.close, {})
+                    unseen = None if knows_moves else unseen
+            except UnstableError as error:
+                is_unclear = ended is None and (not knows_moves or isinstance(error, UnsupportedEnvError))
+                cause = isinstance(error, ConfigError) and error.__cause__
+                if is_unclear or reason_of(cause or error) in ("network", "timeout", "env_timeout"):
+                    return Trial(unseen=f"a trial game failed: {error}")
+                return Trial(problem=f"a trial game failed: {error}")
+            lengths.append(len(turns))
+            longest = max(longest, turns if knows_moves else turns[:1], key=len)
+    observations = tuple(seen for _, seen, _ in longest)
+    return Trial(lengths=tuple(lengths) if knows_moves else (), unseen=unseen, observations=observations)
+
+
+def repeat_problem(spec: EnvSpec) -> str | None:
+    """Return how the env differs when a seed and the actions are repeated, or None if it did not in a few games.
+
+    Not tried if the env is isolated: the run compares each turn that it repeats.
+    """
+    if _may_hang(spec):
+        return None
+    # The moves may be no moves of a custom env, which may then raise anything; its games report that.
+    with contextlib.suppress(Exception), hang_guard(TRIAL_TIMEOUT_S):
+        until = time.monotonic() + TRIAL_TIMEOUT_S
+        for seed in takewhile(lambda _: time.monotonic() < until, range(TRIAL_GAMES)):
+            turns, _ = _turns(spec, seed)
+            again, _ = _turns(spec, seed, [action for _, _, action in turns])
+            if again != turns:
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turns, again, strict=False)))
+                return f"does not repeat: with the same seed and actions, a game differs from its turn {same} on"
+    return None
+
+
+def _turns(
+    spec: EnvSpec, seed: int, actions: Sequence[str] = (), until: float = math.inf
+) -> tuple[list[tuple[int, str, str]], LocalEnvironment | None]:
+    """Play `actions`, and then random ones, until a time; return player, observation and action of each turn.
+
+    Return the env, too, if the game is over. Raises UnsupportedEnvError if no legal move is found.
+    """
+    rng, environment, turns = random.Random(seed), environment_of(spec, seed), list[tuple[int, str, str]]()
+    turn: tuple[int, str] | None = environment.observe()
+    while turn is not None and len(turns) < min(spec.max_turns, TRIAL_TURNS) and time.monotonic() < until:
+        if len(turns) < len(actions):
+            action = actions[len(turns)]
+        else:
+            try:
+                action = random_legal_action(spec.env_id, turn[1], rng) if lists_actions(spec.env_id) else "[0]"
+            except (EnvError, ValueError) as error:
+                raise UnsupportedEnvError(str(error)) from error
+        turns.append((*turn, action))
+        turn = environment.play(action)
+    return turns, environment if turn is None else None
+
+
+def _may_hang(spec: EnvSpec) -> bool:
+    """Return whether the env is isolated for another reason than its hash seed."""
+    if spec.isolated is not None:
+        return spec.isolated
+    facts = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
+    return env_family(spec.env_id) in ISOLATED or facts.has_slow_reset
+
+
+if __name__ == "__main__":
+    env_id, num_players, env_kwargs = json.loads(sys.argv[1])
+    for number in range(HASH_GAMES):
+        with contextlib.redirect_stdout(sys.stderr):  # an env may print the time, for one
+            observed = Environment(env_id, num_players, number, env_kwargs=env_kwargs).observe()
+        print(observed)  # noqa: T201

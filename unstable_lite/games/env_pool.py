@@ -23,16 +23,16 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.errors import EnvError, RequestError, WorkerDied
-from unstable_lite.games.call_file import file_of_call, game_under_way
+from unstable_lite.errors import EnvError, EnvRaised, RequestError, WorkerDied
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_start import LocalEnvironment, environment_of
+from unstable_lite.games.env_start import SETTINGS, LocalEnvironment, environment_of, file_of_call, game_under_way
 from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import GameSpec
+from unstable_lite.types import ENV_RAISED, GameSpec
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ MOST_PROCESSES = 4
 MOST_FAILED_STARTS = 3
 """Number of consecutive failed starts after which a process is given up."""
 START_TIMEOUT_S = 120.0
+JUDGE_KEY = "OPENROUTER_API_KEY"
+"""Key of the API that some TextArena games call, such as TwentyQuestions. Workers get no other keys."""
 
 
 def make_in_process(spec: GameSpec) -> LocalEnvironment:
@@ -80,13 +82,16 @@ class EnvPool:
         self._sockets = make_socket_directory()
         self._router = Router(self._sockets)
         self._logs.mkdir(parents=True, exist_ok=True)
-        for index in range(min(MOST_PROCESSES, len(os.sched_getaffinity(0)))):
+        for index in range(min(MOST_PROCESSES, usable_cpus())):
             channel = WorkerChannel(self._router, f"env-{index}")
             spec = WorkerSpec(
                 name=channel.name, endpoint=self._router.endpoint, device="cpu", threads=1, config_json="{}"
             )
             log_path = self._logs / f"{channel.name}.log"
-            process = WorkerProcess(channel, log_path, MODULE, spec, {"CUDA_VISIBLE_DEVICES": "", **_keys()})
+            given = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+            if (key := os.environ.get(JUDGE_KEY)) is not None:
+                given[JUDGE_KEY] = key
+            process = WorkerProcess(channel, log_path, MODULE, spec, given)
             self._hosts.append(_Host(process, file_of_call(spec.endpoint, spec.name), self._limit_s))
 
     async def close(self) -> None:
@@ -94,11 +99,6 @@ class EnvPool:
         if self._router is not None and self._sockets is not None:
             self._router.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
-
-
-def _keys() -> dict[str, str]:
-    """Return the key of the API that some TextArena games call, such as TwentyQuestions. Workers get no other keys."""
-    return {name: os.environ[name] for name in ("OPENROUTER_API_KEY",) if name in os.environ}
 
 
 @contextlib.asynccontextmanager
@@ -129,8 +129,12 @@ class IsolatedEnvironment:
         """Seed for the next action."""
         # Set by `catch_up`:
         self.was_invalid: bool
-        self.has_teams: bool
         self._state: EnvState
+
+    @property
+    def teams(self) -> dict[int, str] | None:
+        """Label of each player's team, as in the env itself."""
+        return None if self._state.teams is None else dict(enumerate(self._state.teams))
 
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation
@@ -145,6 +149,10 @@ class IsolatedEnvironment:
         self._chance_seed = None
         await self.catch_up()
         return None if self._state.is_over else self.observe()
+
+    @property
+    def eliminated(self) -> tuple[int, ...]:
+        return self._state.eliminated
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         assert self._state.is_over
@@ -168,30 +176,24 @@ class IsolatedEnvironment:
             if life != self._life:
                 self._life, self._num_calls = life, 0
             if self._num_calls == 0:
-                asked = self._host.ask(
-                    spec.env_id,
-                    MakeEnv,
-                    game=self._game,
-                    env_id=spec.env_id,
-                    num_players=spec.num_players,
-                    seed=spec.seed,
-                    observation=spec.observation,
-                    reward_scale=spec.reward_scale,
-                    env_kwargs=dict(spec.env_kwargs),
-                    error_allowance=spec.error_allowance,
-                )
+                given = {name: getattr(spec, name) for name in SETTINGS} | {"env_kwargs": dict(spec.env_kwargs)}
+                asked = self._host.ask(spec.env_id, MakeEnv, game=self._game, seed=spec.seed, **given)
             else:
                 arguments = self._actions[self._num_calls - 1]
                 asked = self._host.ask(spec.env_id, StepEnv, game=self._game, **arguments)
             try:
                 state = await asked
             except RequestError as error:
-                raise EnvError(f"{spec.env_id}: {error}") from None
+                text, has_raised = f"{spec.env_id}: {error}", error.reason == ENV_RAISED
+                # In a new process earlier actions are repeated, and the env did not raise at those before.
+                if has_raised and self._num_calls == len(self._actions):
+                    raise EnvRaised(text) from None
+                raise EnvError(text, reason="" if has_raised else error.reason) from None
             except WorkerDied:
                 continue  # another game's call was running
             self._num_calls += 1
             if self._num_calls > len(self._actions):
-                self._state, self.was_invalid, self.has_teams = state, state.was_invalid, state.has_teams
+                self._state, self.was_invalid = state, state.was_invalid
                 return
 
 
@@ -240,7 +242,8 @@ class _Host:
                 raise
             hung = f"a call did not return within run.env_timeout_s = {self._limit_s:g}, and its process was killed"
             problem = hung if self._is_killed else str(death).partition(";")[0]
-            raise EnvError(f"{env_id}: {problem} (log: {self._process.log_path})") from None
+            reason = "env_timeout" if self._is_killed else "env_died"
+            raise EnvError(f"{env_id}: {problem} (log: {self._process.log_path})", reason=reason) from None
         return state
 
     async def stop(self) -> None:
@@ -262,21 +265,17 @@ class _Host:
                     failed_starts, self._is_killed = 0, False
                     self._peer.mark_ready()
                     self._notify()
-                    await self._watch()
+                    killing = asyncio.create_task(self._kill_when_silent())
+                    try:
+                        await self._process.watch()
+                    finally:
+                        killing.cancel()
                 except WorkerDied as death:
                     if failed_starts == MOST_FAILED_STARTS:
                         raise
                     log.warning("%s", death)
         finally:
             self._notify()
-
-    async def _watch(self) -> None:
-        """Raise WorkerDied when the process dies; kill it if it hangs."""
-        killing = asyncio.create_task(self._kill_when_silent())
-        try:
-            await self._process.watch()
-        finally:
-            killing.cancel()
 
     async def _kill_when_silent(self) -> None:
         await self._peer.wait_for_stall(self._limit_s, look_every_s=self._limit_s / 4)

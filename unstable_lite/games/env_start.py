@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import os
+from pathlib import Path
+from typing import Any
 
-from unstable_lite.config.env_ids import is_openspiel, is_questions
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.openspiel.game import OpenSpielGame
-from unstable_lite.games.questions.game import QuestionGame
+from unstable_lite.games.questions import QuestionGame, is_questions
 from unstable_lite.transport.messages import MakeEnv
 from unstable_lite.types import GameSpec, Observation
 
 LocalEnvironment = Environment | OpenSpielGame | QuestionGame
+SETTINGS = ("env_id", "num_players", "observation", "reward_scale", "error_allowance")
+"""Names that a spec, the arguments of `start_environment` and a message that makes an env share."""
+NO_GAME = -1
+"""Content of the call file of an env process in which no call is running."""
 
 
 def start_environment(
@@ -41,12 +47,22 @@ def start_environment(
 
 def environment_of(spec: EnvSpec | GameSpec | MakeEnv, seed: int) -> LocalEnvironment:
     """Return a new game as `spec` describes it; see `start_environment`."""
-    return start_environment(
-        spec.env_id,
-        spec.num_players,
-        seed,
-        cast(Observation, spec.observation),
-        spec.reward_scale,
-        tuple(dict(spec.env_kwargs).items()),
-        spec.error_allowance,
-    )
+    given = {name: getattr(spec, name) for name in SETTINGS}
+    return start_environment(**given, seed=seed, env_kwargs=tuple(dict(spec.env_kwargs).items()))
+
+
+def file_of_call(endpoint: str, name: str) -> Path:
+    """Return the file in which an env process records the game whose call is running, to be read after its death.
+
+    It is in the socket's directory, which only this user can read.
+    """
+    return Path(endpoint.removeprefix("ipc://")).with_name(f"{name}.call")
+
+
+def game_under_way(path: Path) -> int:
+    """Return the game whose call is running, or was running when the process died."""
+    return int.from_bytes(path.read_bytes(), "little", signed=True)
+
+
+def write_game(file: int, game: int) -> None:
+    os.pwrite(file, game.to_bytes(8, "little", signed=True), 0)

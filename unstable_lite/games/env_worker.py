@@ -13,19 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from unstable_lite.games.call_file import NO_GAME, file_of_call, write_game
-from unstable_lite.games.env_start import LocalEnvironment, environment_of
+from unstable_lite.errors import EnvRaised, described
+from unstable_lite.games.env_start import NO_GAME, LocalEnvironment, environment_of, file_of_call, write_game
+from unstable_lite.games.step_errors import reason_of
 from unstable_lite.transport.codec import encode
-from unstable_lite.transport.messages import (
-    DropEnv,
-    EnvState,
-    Failed,
-    MakeEnv,
-    Message,
-    Ready,
-    StepEnv,
-    Stop,
-)
+from unstable_lite.transport.messages import DropEnv, EnvState, Failed, MakeEnv, Message, Ready, StepEnv, Stop
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 
 
@@ -55,7 +47,8 @@ def _answer(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> M
     except Exception as error:  # any exception of an env ends that game only
         traceback.print_exc()
         games.pop(message.game, None)
-        return Failed(request_id=message.request_id, error=f"{type(error).__name__}: {error}")
+        text = str(error) if isinstance(error, EnvRaised) else described(error)
+        return Failed(request_id=message.request_id, error=text, reason=reason_of(error))
 
 
 def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> EnvState:
@@ -73,7 +66,8 @@ def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> 
         request_id=message.request_id,
         is_over=turn is None,
         was_invalid=env.was_invalid,
-        has_teams=env.has_teams,
+        teams=None if env.teams is None else tuple(env.teams.values()),
+        eliminated=env.eliminated,
         pid=pid,
         observation=seen,
         rewards=tuple(rewards.values()),

@@ -17,14 +17,16 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unstable_lite import plugins
 from unstable_lite.errors import EnvError
 from unstable_lite.games.hang_guard import Overdue, guarded_call
+from unstable_lite.games.step_errors import STEP_ERRORS, LocalGame
 from unstable_lite.types import Observation, Outcome
 
 WORD_LISTS = "textarena.envs.utils.word_lists"
@@ -50,6 +52,18 @@ from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import (  # 
     GameBoardObservationWrapper,
 )
 
+_TEAMS: dict[str, Callable[[Any, int], Any]] = {
+    "Codenames": lambda _env, pid: pid // 2,
+    "SecretMafia": lambda env, pid: env.player_roles[pid] == "Mafia",
+    "Taboo": lambda env, pid: pid // env.team_size,
+}
+"""Team of a player in TextArena's envs of teams, by family. A custom env may have an attribute `teams`."""
+_ELIMINATED: dict[str, Callable[[Any, int], bool]] = {
+    "SecretMafia": lambda game, pid: pid not in game["alive_players"],
+    "Snake": lambda game, pid: not game["snakes"][pid].alive,
+    "Surround": lambda game, pid: not game["players"][pid].alive,
+}
+"""Whether a player is out in TextArena's envs whose state has no `elimination_order`, by family."""
 _OBSERVED_BY = {"first-last": FirstLastObservationWrapper, "board": GameBoardObservationWrapper}
 
 
@@ -62,41 +76,28 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _GameRandom(types.ModuleType):
-    """Stand-in for the module `random` inside TextArena."""
+class _StandIn(types.ModuleType):
+    """Stand-in for a module inside TextArena: the stream's names are those of the current game's stream."""
 
-    def seed(self, a: Any = None, version: int = 2) -> None:
+    def __init__(self, module: types.ModuleType, stream_class: type, stream: str) -> None:
+        super().__init__(module.__name__)
+        self._module, self._stream_class, self._stream = module, stream_class, stream
+
+    def seed(self, *arguments: Any, **named: Any) -> None:
         game = _thread.game
-        if game is None:
-            random.seed(a, version)
-        else:
-            game.seed(a, version)
+        of_game = game if self._module is random else game and game.numpy_random
+        (of_game or self._module).seed(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         game = _thread.game
-        source = random if game is None or not hasattr(random.Random, name) else game.stream
-        return getattr(source, name)
+        is_drawn = game is not None and hasattr(self._stream_class, name)
+        return getattr(getattr(game, self._stream) if is_drawn else self._module, name)
 
 
-class _GameNumpyRandom(types.ModuleType):
-    """Stand-in for the module `numpy.random` inside TextArena."""
-
-    def __getattr__(self, name: str) -> Any:
-        game = _thread.game
-        source = np.random if game is None or not hasattr(np.random.RandomState, name) else game.numpy_random
-        return getattr(source, name)
-
-
-class _GameNumpy(types.ModuleType):
-    """Stand-in for the module `numpy` inside TextArena."""
-
-    random = _GameNumpyRandom("numpy.random")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-
-_STAND_INS = {id(random): _GameRandom("random"), id(np): _GameNumpy("numpy")}
+_numpy = types.ModuleType("numpy")
+vars(_numpy).update(__getattr__=partial(getattr, np))
+_numpy.random = _StandIn(np.random, np.random.RandomState, "numpy_random")  # type: ignore[attr-defined]
+_STAND_INS = {id(random): _StandIn(random, random.Random, "stream"), id(np): _numpy}
 
 
 def _give_own_streams(package: str) -> None:
@@ -109,7 +110,7 @@ def _give_own_streams(package: str) -> None:
                     setattr(module, attribute, _STAND_INS[id(value)])
 
 
-class Environment:
+class Environment(LocalGame):
     """One game of one env."""
 
     def __init__(
@@ -140,11 +141,25 @@ class Environment:
             self._unwrapped = self._unwrapped.env
 
     @property
-    def has_teams(self) -> bool:
-        """Whether players win and lose together, in teams."""
-        return isinstance(self._unwrapped.state, ta.TeamMultiPlayerState)
+    def teams(self) -> dict[int, str] | None:
+        """Label of each player's team, if they win and lose together; empty if the env does not name the teams."""
+        if not isinstance(self._unwrapped.state, ta.TeamMultiPlayerState):
+            return None
+        team_of, env = _TEAMS.get(self.env_id.partition("-v")[0]), self._unwrapped
+        try:
+            return {pid: str(team_of(env, pid) if team_of else env.teams[pid]) for pid in range(self.num_players)}
+        except (AttributeError, TypeError, LookupError):
+            return {}
 
-    def seed(self, a: Any, version: int) -> None:
+    @property
+    def eliminated(self) -> tuple[int, ...]:
+        """Players whom the rules have eliminated."""
+        state = self._unwrapped.state
+        is_out, order = _ELIMINATED.get(self.env_id.partition("-v")[0]), getattr(state, "elimination_order", ())
+        pids = range(self.num_players)
+        return tuple(pid for pid in pids if pid in order or (is_out is not None and is_out(state.game_state, pid)))
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
         """Seed `random` before its next draw: all envs seed it, most never draw, and seeding takes half a turn."""
         self._seeding, self._stream = (a, version), None
 
@@ -172,12 +187,11 @@ class Environment:
         return self._checked_turn(*self._call(self._env.get_observation))
 
     def step(self, action: str) -> bool:
-        """Play `action` for the current player; return whether the game is over."""
         done, _ = self._call(self._env.step, action)
         return bool(done)
 
     def play(self, action: str) -> tuple[int, str] | None:
-        """Call `step`, and `observe` unless the game is over; set `was_invalid` for this action."""
+        """Call `step`, and `observe` unless the game is over; set `was_invalid` for this action. Raises EnvRaised."""
         state = self._unwrapped.state
         errors_before = getattr(state, "error_count", 0)
         turn = self._call(self._step_and_observe, action)
@@ -190,10 +204,6 @@ class Environment:
                 self.was_invalid = True
                 self._offenders.add(int(pid))
         return None if turn is None else self._checked_turn(*turn)
-
-    async def advance(self, action: str) -> tuple[int, str] | None:
-        """Call `play`. It is async because an isolated env, used in the same way, waits for its process."""
-        return self.play(action)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Return every player's reward and `game_info`.
@@ -215,24 +225,24 @@ class Environment:
         rewards = dict.fromkeys(range(self.num_players), 0.0) if measure is None else {0: self._call(measure)}
         return _checked_rewards(self.env_id, self.num_players, rewards)
 
-    def drop(self) -> None:
-        """Abandon the game, finished or not; an env in another process is dropped there, too."""
-
     def _start(self, env_id: str, observation: Observation, env_kwargs: dict[str, Any]) -> Any:
         if observation == "env":
             env = ta.make(env_id, **env_kwargs)
         else:
-            env = _make_observed_by(_OBSERVED_BY[observation], env_id, env_kwargs)
+            bare = ta.make(bare_id(env_id), **env_kwargs)
+            env = _OBSERVED_BY[observation](ta.wrappers.ActionFormattingWrapper(bare))
         env.reset(num_players=self.num_players, seed=self._seed)
         return env
 
     def _step_and_observe(self, action: str) -> Any:
-        done, _ = self._env.step(action)
+        with STEP_ERRORS:
+            result = self._env.step(action)
+        done, _ = result
         return None if done else self._env.get_observation()
 
     def _checked_turn(self, pid: int, observation: Any) -> tuple[int, str]:
         if not isinstance(observation, str):
-            raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
+            raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text; register a wrapper")
         return int(pid), observation
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -241,8 +251,8 @@ class Environment:
         try:
             return guarded_call(function, *arguments)
         except Overdue as overdue:
-            limit = f"run.env_timeout_s = {overdue.limit_s:g}"
-            raise EnvError(f"{self.env_id}: a call did not return within {limit}") from overdue
+            problem = f"{self.env_id}: a call did not return within run.env_timeout_s = {overdue.limit_s:g}"
+            raise EnvError(problem, reason="env_timeout") from overdue
         finally:
             _thread.game = None
 
@@ -250,11 +260,6 @@ class Environment:
 def _with_lists(value: Any) -> Any:
     """Return an argument with its arrays as lists, as an env's author expects them."""
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _make_observed_by(wrapper: Callable[[Any], Any], env_id: str, env_kwargs: dict[str, Any]) -> Any:
-    """Make the env without its own wrappers, observed through `wrapper`."""
-    return wrapper(ta.wrappers.ActionFormattingWrapper(ta.make(bare_id(env_id), **env_kwargs)))
 
 
 def bare_id(env_id: str) -> str:
@@ -291,9 +296,9 @@ def _prepare(env_id: str) -> str:
     """
     module, _, registered_id = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)
+        plugins.import_module(module)
     home = _home_module(registered_id)
-    importlib.import_module(home)
+    plugins.import_module(home)
     for package in ("textarena", home):
         _give_own_streams(package)
     return registered_id
@@ -309,11 +314,11 @@ def env_arguments(env_id: str) -> list[str] | None:
     """Return the keyword arguments that the env's class accepts; None if it accepts any."""
     module, _, registered_id = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)
+        plugins.import_module(module)
     entry = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
     if isinstance(entry, str):
         home, _, name = entry.partition(":")
-        entry = getattr(importlib.import_module(home), name)
+        entry = getattr(plugins.import_module(home), name)
     parameters = inspect.signature(entry).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None

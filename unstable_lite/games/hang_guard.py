@@ -81,19 +81,21 @@ class _Guard:
                 self.is_aiming = False
 
 
+_NO_GUARD = _Guard(math.inf)
+
+
 class _Thread(threading.local):
     """The guard that interrupts calls of this thread."""
 
-    guard: _Guard | None = None
+    guard = _NO_GUARD
 
 
 _thread = _Thread()
-_NO_GUARD = _Guard(math.inf)
 
 
 def guarded_call(function: Callable[..., T], *arguments: object) -> T:
     """Call `function` under the guard of this thread, if it has one. Raises Overdue if the guard interrupts it."""
-    guard = _thread.guard or _NO_GUARD
+    guard = _thread.guard
     try:
         try:
             guard.call = next(guard.numbers)
@@ -114,23 +116,16 @@ def hang_guard(limit_s: float) -> Iterator[None]:
     Works for Python code only: an env that hangs in a library's C code must be `isolated`.
     """
     guard = _thread.guard = _Guard(limit_s)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(setattr, _thread, "guard", _NO_GUARD)
         if threading.current_thread() is threading.main_thread():
-            previous = signal.signal(signal.SIGALRM, guard.interrupt)
+            ending.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, guard.interrupt))
+            ending.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
-            try:
-                yield
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, previous)
         else:
             is_over = threading.Event()
             watcher = threading.Thread(target=guard.watch, args=(is_over,), name="hang-guard", daemon=True)
             watcher.start()
-            try:
-                yield
-            finally:
-                is_over.set()
-                watcher.join()
-    finally:
-        _thread.guard = None
+            ending.callback(watcher.join)
+            ending.callback(is_over.set)
+        yield

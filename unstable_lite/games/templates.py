@@ -1,13 +1,13 @@
-r"""Turn an observation into a prompt, and an answer into an action.
+"""Turn an observation into a prompt, and its legal actions into the answers that it allows.
 
-Owns the wording, the chat markup and the parsing of `\boxed{}`. Knows nothing of tokens: the engine tokenises, adds the
-begin-of-sequence token if the model has one and the prompt does not, and applies the tokenizer's own chat template.
+Owns the wording and the chat markup. Knows nothing of tokens: the engine tokenises, adds the tokenizer's prefix (a
+begin-of-sequence token) unless the prompt begins with it or with AS_IS, and applies the tokenizer's own chat template.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,14 +16,28 @@ from unstable_lite import plugins
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, TemplateConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.thinking import END_OF_THINKING, OPEN, leaves_thinking_open, without_thinking
+from unstable_lite.games.answers import (
+    KNOWN_TAGS,
+    THINK,
+    Tags,
+    find_extraction,
+    find_tags,
+    leaves_thinking_open,
+    written_answer,
+)
+from unstable_lite.games.players.scripted import legal_actions
 
+AS_IS = "<|as_is|>"
+"""Mark at the beginning of a prompt to which the tokenizer adds nothing; the mark itself is left out."""
 MARKUP = (
+    AS_IS,
     *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
     *("<|begin_of_text|>", "<|end_of_text|>", "<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>"),
 )
 """Markup of the templates here; a run adds the control tokens of its model."""
 
+TRIM = "{trim}"
+"""Mark beside `{observation}` in a laid-out template: whitespace at this end of an observation is left out."""
 MAX_PLAYERS = 64
 """Largest number of players that is recognised in a prompt."""
 _OBSERVATION, _GAME = "{observation}", "{game}"
@@ -42,15 +56,21 @@ class Template:
     """Whether the prompt calls games of several players zero-sum."""
     markup: tuple[str, ...] = MARKUP
     """Markup that is broken up in observations, so that an opponent cannot end our player's turn or begin one."""
+    tags: Tags = THINK
+    """Texts that open and close a thought."""
 
     def prompt(self, observation: str, num_players: int) -> str:
         before, after = _around(self.text, num_players, self.is_zero_sum)
+        if before.endswith(TRIM):
+            before, observation = before.removesuffix(TRIM), observation.lstrip()
+        if after.startswith(TRIM):
+            after, observation = after.removeprefix(TRIM), observation.rstrip()
         return before + without_markup(observation, self.markup) + after
 
     @property
     def opened_thinking(self) -> str:
         """Return the end of the prompt that an answer continues: `<think>` if the prompt leaves one open."""
-        return OPEN if leaves_thinking_open(self.text.partition(_OBSERVATION)[2]) else ""
+        return self.tags[0] if leaves_thinking_open(self.text.partition(_OBSERVATION)[2], self.tags) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +87,12 @@ class ChatTemplate:
     """Value of the chat template's `enable_thinking`, which many templates ignore."""
     stop: tuple[str, ...] = ()
     is_zero_sum: bool = False
+    tags: Tags | None = None
+    """Texts that open and close a thought; None: those of the model."""
 
     def message(self, observation: str, num_players: int) -> str:
         """Return only the user's message, for a model that an external endpoint serves."""
         return Template(self.name, self.user, is_zero_sum=self.is_zero_sum).prompt(observation, num_players)
-
-    def observation_in(self, message: str) -> tuple[str, int] | None:
-        """Return the observation and the number of players for which `message` is the user's message, if any."""
-        for num_players in range(1, MAX_PLAYERS + 1):
-            before, after = _around(self.user, num_players, self.is_zero_sum)
-            if message.startswith(before) and message.endswith(after) and len(message) >= len(before) + len(after):
-                return message[len(before) : len(message) - len(after)], num_players
-        return None
 
     def laid_out(self, text: str, end_of_turn: tuple[str, ...]) -> Template:
         """Return the laid-out template.
@@ -139,19 +153,29 @@ def known_templates(own: Mapping[str, TemplateConfig]) -> dict[str, AnyTemplate]
     for name, made in own.items():
         if made.chat:
             known[name] = ChatTemplate(
-                name, made.user, made.system, made.assistant, made.thinking, made.stop, made.zero_sum
+                name, made.user, made.system, made.assistant, made.thinking, made.stop, made.zero_sum, made.think
             )
         else:
-            known[name] = Template(name, made.system + made.user + made.assistant, made.stop, made.zero_sum)
+            text = made.system + made.user + made.assistant
+            known[name] = Template(name, text, made.stop, made.zero_sum, tags=made.think or THINK)
     return known
+
+
+def templates_in_use(config: Config) -> list[AnyTemplate]:
+    """Return the templates that the envs of `config` use, except unknown ones."""
+    known = known_templates(config.templates)
+    specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
+    return [known[name] for name in dict.fromkeys(spec.prompt_template for spec in specs) if name in known]
 
 
 def chats_in_use(config: Config) -> list[ChatTemplate]:
     """Return the chat templates that the envs of `config` use."""
-    known = known_templates(config.templates)
-    specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
-    used = dict.fromkeys(spec.prompt_template for spec in specs)
-    return [chat for name in used if isinstance(chat := known.get(name), ChatTemplate)]
+    return [chat for chat in templates_in_use(config) if isinstance(chat, ChatTemplate)]
+
+
+def own_tags(config: Config) -> list[Tags]:
+    """Return the tags of thoughts that the `[templates]` of a configuration name."""
+    return [made.think for made in config.templates.values() if made.think is not None]
 
 
 def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Template]:
@@ -172,13 +196,13 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
             )
         text, end_of_turn = laid_out[chat.name]
         templates[chat.name] = chat.laid_out(text, tuple(end_of_turn))
-    return {name: replace(made, markup=MARKUP + special_tokens) for name, made in templates.items()}
-
-
-def written_answer(prompt: str, action: str) -> str:
-    """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
-    thought = END_OF_THINKING if prompt.rstrip().endswith("<think>") else ""
-    return f"{thought}\\boxed{{{action}}}"
+    of_model = find_tags(prompts.get("chat_template", ""), special_tokens) or THINK
+    for name, made in templates.items():
+        own, after = config.templates.get(name), made.text.partition(_OBSERVATION)[2]
+        opened = (tags for tags in KNOWN_TAGS if leaves_thinking_open(after, tags))
+        tags = (own and own.think) or next(opened, of_model)
+        templates[name] = replace(made, markup=MARKUP + special_tokens, tags=tags)
+    return templates
 
 
 def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
@@ -197,6 +221,10 @@ def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
                 if placeholder not in (_OBSERVATION, _GAME):
                     hint = plugins.suggestion(placeholder, (_OBSERVATION, _GAME))
                     problems.append(f"{where}.{key}: unknown placeholder {placeholder}; {hint}")
+        if made.think is not None and made.think[0] == made.think[1]:
+            problems.append(f"{where}.think: the text that opens a thought must differ from the text that closes it")
+        if {*(made.think or ())} & {*made.stop}:
+            problems.append(f"{where}.think: a text that marks a thought must not be in stop, which ends the answer")
         if not made.chat and not made.thinking:
             problems.append(f"{where}.thinking: only the tokenizer's chat template can turn it off; set chat = true")
     return problems
@@ -207,71 +235,6 @@ def format_prompt(
 ) -> str:
     """Return the prompt for an observation. Raises ConfigError for an unknown template."""
     return plugins.find("prompt_template", template_name, templates).prompt(observation, num_players)
-
-
-def extract_boxed(text: str) -> tuple[str, bool]:
-    r"""Return the last `\boxed{…}` as `[content]`, and True; if there is none or it is empty, the whole text and False.
-
-    Thinking (`games.thinking.without_thinking`) is left out first; an answer that never closed it is empty and False.
-    The last is the closed box that opens last; braces inside are balanced. A single `\text{…}` is replaced by its
-    content; content with a `[` is returned unchanged.
-    """
-    outside = without_thinking(text)
-    if outside is None:
-        return "", False
-    text = outside
-    content = _last_boxed(text)
-    if content[:1] == "\\" and (wrapped := _TEXT.fullmatch(content)) is not None:
-        content = wrapped.group(1).strip()
-    if not content:
-        return text, False
-    return (content if "[" in content else f"[{content}]"), True
-
-
-def boxed_content(text: str) -> tuple[str, bool]:
-    r"""Return the content of the last `\boxed{…}` outside thinking, and whether there is one; see `extract_boxed`."""
-    content = _last_boxed(without_thinking(text) or "")
-    return content, bool(content)
-
-
-def exact_box(text: str) -> tuple[str, bool]:
-    r"""Return the action and True if the answer outside thinking is only `\boxed{[action]}`, otherwise "" and False.
-
-    So an action has one spelling, and its probability is that of one answer.
-    """
-    answer = without_thinking(text) or ""
-    match = _EXACT_BOX.fullmatch(answer if answer == text else answer.lstrip())
-    return (match[1], True) if match else ("", False)
-
-
-Extraction = Callable[[str], tuple[str, bool]]
-"""Function from a whole answer to the env's action, and whether the action stood where the template asks for it."""
-
-EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed, "boxed": boxed_content, "exact": exact_box}
-
-
-def find_extraction(name: str) -> Extraction:
-    """Return a built-in extraction by name, or a user's by `module:function`. Raises ConfigError."""
-    found = plugins.find("action_extraction_fn", name, EXTRACTIONS)
-    if not callable(found):
-        raise ConfigError(f"action_extraction_fn {name!r} is {found!r}, not a function")
-    return found
-
-
-def extraction_problems(name: str) -> list[str]:
-    """Try the function on a short answer and return its problems."""
-    try:
-        extraction = find_extraction(name)
-        answer = plugins.call("action_extraction_fn", name, lambda: extraction("It is \\boxed{0}."), {})
-    except ConfigError as error:
-        return list(error.problems)
-    match answer:
-        case (str(), bool()):
-            return []
-    return [
-        f"action_extraction_fn {name!r} must return (action, whether the answer has the right form), a string and a "
-        f"bool; for the text 'It is \\boxed{{0}}.' it returned {answer!r}"
-    ]
 
 
 def without_markup(observation: str, markup: tuple[str, ...] = MARKUP) -> str:
@@ -308,10 +271,6 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
 
 _PLACEHOLDER = re.compile(r"(?<!\\boxed)\{[A-Za-z_]\w*\}")
 """Placeholder in a template's text; `\\boxed{move}` is not one."""
-_TEXT = re.compile(r"\\(?:text|texttt|textbf|mathrm|mathbf)\{([^{}]*)\}")
-_EXACT_BOX = re.compile(r"\\boxed\{(\[[^\[\]{}]+\])\}")
-"""Word as models write it in LaTeX."""
-_BRACE = re.compile(r"\\boxed[ \t]*\{|[{}]")
 
 
 @cache
@@ -332,21 +291,42 @@ def _game(num_players: int, is_zero_sum: bool) -> str:
     return f"You are playing a {kind} against {opponents}. Make valid moves and play to win."
 
 
-def _last_boxed(text: str) -> str:
-    """Return the content of the last box in one pass over the braces, so that the cost is linear in the input."""
-    _, found, rest = text.rpartition("\\boxed{")
-    if found and "{" not in rest and "}" in rest:  # the usual case
-        return rest.partition("}")[0].strip()
-    starts: list[int | None] = []
-    """Open braces: the start of a box's content, or None for other braces."""
-    last_start, last_end = -1, -1
-    for brace in _BRACE.finditer(text):
-        if brace.group() == "{":
-            starts.append(None)
-        elif brace.group() != "}":
-            starts.append(brace.end())
-        elif starts:
-            start = starts.pop()
-            if start is not None and start > last_start:
-                last_start, last_end = start, brace.start()
-    return text[last_start:last_end].strip() if last_end >= 0 else ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: str
+    actions: tuple[str, ...]
+    answers: tuple[str, ...]
+    """Text with which a model chooses each action."""
+
+
+def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> Iterator[Question]:
+    """Yield one question for each observation.
+
+    Raises UnsupportedEnvError for an env family whose legal actions cannot be listed, EnvError for an observation of
+    another env, ConfigError if the env's extraction does not read an answer as its action.
+    """
+    for observation in observations:
+        prompt, actions = template.prompt(observation, env.num_players), legal_actions(env.env_id, observation)
+        answers = tuple(written_answer(prompt, action, template.tags) for action in actions)
+        for action, answer in zip(actions, answers, strict=True):
+            check_read(env, action, answer, template.tags)
+        yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
+
+
+def allowance_problem(env: EnvSpec) -> str | None:
+    """Return the reason why an env has no exact result if it lets players repeat invalid moves, or None."""
+    if not env.error_allowance:
+        return None
+    return (
+        f"{env.env_id}: exact results count an illegal answer as the end of the game, and error_allowance = "
+        f"{env.error_allowance}; set it to 0"
+    )
+
+
+def check_read(env: EnvSpec, action: str, answer: str, tags: Tags = THINK) -> None:
+    """Raise ConfigError if the env's extraction does not read an answer as this action."""
+    if find_extraction(env.action_extraction_fn, tags)(answer) != (action, True):
+        raise ConfigError(
+            f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as {action!r}, so the "
+            "probability of an action is not that of one answer"
+        )

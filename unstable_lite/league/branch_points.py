@@ -1,6 +1,6 @@
 """States within earlier training games, at which groups of games start (config section `branching`).
 
-Holds the newest games that were played from their start, as seeds and actions; `rollout.replay` reaches their states
+Holds the newest games that were played from their start, as seeds and actions; `run_game` reaches their states
 again. It is part of the scheduler, not of the buffer: the scheduler chooses games, and gets every record.
 """
 
@@ -104,10 +104,9 @@ class BranchPoints:
 
     def _points_for(self, spec: GameSpec) -> Iterator[tuple[_Game, int]]:
         """Yield (game, number of a turn), each as often as the state was visited: the states that the policy meets."""
-        first, last = self._config.window
         trained = {agent.pid for agent in spec.agent_specs if agent.collect_data}
         for game in self._games.get(_key(spec), ()):
-            for number in range(first, min(last + 1, len(game.turns))):
+            for number in range(1, len(game.turns)):
                 if game.turns[number].pid in trained:
                     yield game, number
 

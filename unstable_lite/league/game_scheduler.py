@@ -11,23 +11,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
-from unstable_lite.config.env_ids import is_questions
+from unstable_lite.config.env_ids import content_file
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
-from unstable_lite.league.samplers.model_samplers import BaseModelSampler
+from unstable_lite.league.samplers.model_samplers import BaseModelSampler, tell_result
 from unstable_lite.plugins import interface_problems, lasting
 from unstable_lite.rng import derive_seed, game_seed, question_seed, restore, state_of
-from unstable_lite.types import (
-    AgentSpec,
-    GameKind,
-    GameRecord,
-    GameSpec,
-    ModelRef,
-)
+from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, ModelRef
 
 DRAWS = 20
 """Most opponents drawn for one seat until one can play, and most games drawn until one is kept by its steps."""
@@ -41,6 +37,7 @@ def _any_model(_model: ModelRef) -> bool:
     return True
 
 
+@from_reference(unused={"logging_dir"})
 class GameScheduler:
     """Scheduler of training and evaluation games; the n-th game of either kind does not depend on the other kind."""
 
@@ -61,7 +58,10 @@ class GameScheduler:
         groups start; None: all begin at a game's start. Raises ConfigError for a sampler that lacks a part of the
         interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
-        _check_samplers(model_sampler, env_sampler)
+        problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
+        problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))
+        if problems:
+            raise ConfigError(*problems)
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
@@ -80,6 +80,14 @@ class GameScheduler:
         """Numbers of the games that are not over."""
         self._eval_games_of: Counter[str] = Counter()
         """Number of games by model, env and label, from which the next game's seat follows."""
+
+    @property
+    def samplers(self) -> tuple[BaseModelSampler, BaseEnvSampler]:
+        return self._model_sampler, self._env_sampler
+
+    @property
+    def _named_samplers(self) -> dict[str, BaseModelSampler | BaseEnvSampler]:
+        return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler}
 
     def next_train_job(self, can_play: Callable[[ModelRef], bool] = _any_model) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
@@ -157,7 +165,7 @@ class GameScheduler:
         if number is not None:
             of_quota = derive_seed(self._run_seed, "quota", env.env_id, env.num_players)
             seed = game_seed(of_quota, "eval", number // env.num_players)
-        if is_questions(env.env_id):
+        if content_file(env.env_id):
             seed = question_seed(count)
         models = [model or self.registry.current]
         if env.num_players > 1:
@@ -185,7 +193,7 @@ class GameScheduler:
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 
     def update(self, record: GameRecord) -> None:
-        """Update ratings and samplers with a game's result; not with a void game, nor one that began at a branch."""
+        """Update ratings, and in training samplers; not with a void game, nor one that began at a branch."""
         spec = record.spec
         self._in_flight.discard(spec.game_idx)
         if self._branches is not None and spec.kind == "train":
@@ -197,11 +205,14 @@ class GameScheduler:
         if spec.start is not None:
             return
         uids = {agent.pid: agent.model.uid for agent in spec.agent_specs}
-        self.registry.update_ratings(uids, record.rewards, spec.env_id)
-        self._model_sampler.update(uids, record.rewards, spec.env_id)
-        if spec.kind == "train":
-            actors = [record.rewards[agent.pid] for agent in spec.agent_specs if agent.collect_data]
-            opponents = [record.rewards[agent.pid] for agent in spec.agent_specs if not agent.collect_data]
+        teams = record.teams or {}
+        tell_result(self.registry.update_ratings, uids, record.rewards, spec.env_id, teams=record.teams)
+        if spec.kind == "train":  # evaluations may sample otherwise, and 400 games would replace a sampler's memory
+            tell_result(self._model_sampler.update, uids, record.rewards, spec.env_id, teams=record.teams)
+            trained = [agent.pid for agent in spec.agent_specs if agent.collect_data]
+            own = {teams.get(pid, pid) for pid in trained}
+            actors = [record.rewards[pid] for pid in trained]
+            opponents = [record.rewards[pid] for pid in uids if teams.get(pid, pid) not in own]
             average = sum(opponents) / len(opponents) if opponents else None
             self._env_sampler.update(spec.env_id, sum(actors) / len(actors), average)
 
@@ -223,8 +234,10 @@ class GameScheduler:
             "rng": state_of(self._rng),
             "shares_rng": state_of(self._shares_rng),
             "steps_of": {kind: list(steps) for kind, steps in self._steps_of.items()},
-            "model_sampler": _kind_and_state(self._model_sampler),
-            "env_sampler": _kind_and_state(self._env_sampler),
+            **{
+                name: {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
+                for name, sampler in self._named_samplers.items()
+            },
             "branches": None if self._branches is None else self._branches.state_dict(),
         }
 
@@ -233,16 +246,16 @@ class GameScheduler:
 
         Games that were in flight are forgotten.
         """
-        self._games = Counter(state["games"])
+        self._games = Counter(msgspec.convert(state["games"], dict[str, int]))
         self._in_flight.clear()
-        self._eval_games_of = Counter(state["eval_games_of"])
+        self._eval_games_of = Counter(msgspec.convert(state["eval_games_of"], dict[str, int]))
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
         if self._branches is not None and state.get("branches") is not None:
             self._branches.load_state_dict(state["branches"])
         left_out = []
-        for name, sampler in (("model_sampler", self._model_sampler), ("env_sampler", self._env_sampler)):
+        for name, sampler in self._named_samplers.items():
             saved = state[name]
             if saved["kind"] == sampler.kind:
                 sampler.load_state_dict(saved["state"])
@@ -295,13 +308,6 @@ def new_game(
     )
 
 
-def _check_samplers(model_sampler: object, env_sampler: object) -> None:
-    problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
-    problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _moved(agents: Sequence[AgentSpec], seats: int) -> tuple[AgentSpec, ...]:
     """Return the players of a game, each `seats` seats further."""
     return tuple(replace(agents[(pid - seats) % len(agents)], pid=pid) for pid in range(len(agents)))
@@ -310,7 +316,3 @@ def _moved(agents: Sequence[AgentSpec], seats: int) -> tuple[AgentSpec, ...]:
 def _kind_of(env_id: str, opponents: Iterable[ModelRef]) -> str:
     """Return the kind that determines how many steps a game brings: its env and the players that are not trained."""
     return " ".join([env_id, *sorted(opponent.name or "checkpoint" for opponent in opponents)])
-
-
-def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any]:
-    return {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}

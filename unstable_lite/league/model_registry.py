@@ -7,8 +7,9 @@ choice of opponents.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
 from operator import eq
@@ -16,12 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import msgspec
 import trueskill
 
-from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen
-from unstable_lite.adapters.run_adapters import update_of
+from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, update_of
+from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.ratings import Rating, mean_ranks, rate_two
+from unstable_lite.league.ratings import Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
 from unstable_lite.types import BASE, INITIAL, ModelRef
 
 
@@ -69,12 +71,14 @@ class ModelMeta:
 
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
+OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
+"""Fields of a fixed model that a state does not determine."""
+_CHECKPOINT = re.compile(rf"{BASE}|{INITIAL}|ckpt-\d+")
 PRIOR_GAMES = 10
 """Number of imagined games added to the measured ones in an env's probability of a draw."""
-LEAST_SIGMA = 1e-3
-"""σ of an anchor in a game of three or more models, because the library divides by σ."""
 
 
+@from_reference(unused={"tracker"})
 class ModelRegistry:
     """Models and ratings, initially only `base`; the current policy is the checkpoint added last.
 
@@ -132,13 +136,17 @@ class ModelRegistry:
         self._current_uid = uid
         return self.current
 
-    def add_checkpoint(self, uid: str, path: str | Path, iteration: int, inherit: bool = True) -> ModelRef:
+    def add_checkpoint(self, uid: str, path: str | Path | None, iteration: int, inherit: bool = True) -> ModelRef:
         """Add the adapter in a PEFT directory as a fixed model (reference), before the run starts.
 
         It is the frozen player `adapter:PATH` under another uid, and never the current policy, which is always the
         learner's. iteration: number of updates after which it was made, for display. inherit: start with the current
         policy's μ and twice its σ. Raises ConfigError if the uid is taken, or is one that the run gives its own models.
         """
+        if path is None:
+            raise ConfigError(
+                f"add_checkpoint: path = None: the base is there already, as {BASE!r}; leave this line out"
+            )
         if uid in self._models:
             raise ConfigError(f"add_checkpoint: there is a model {uid!r} already; choose another uid")
         if uid == INITIAL or uid.startswith("fixed-") or update_of(Path(uid)) is not None:
@@ -160,26 +168,17 @@ class ModelRegistry:
         uid = f"fixed-{name}"
         env_ids = None if env_id is None else frozenset([env_id])
         if uid not in self._models:
-            version = self._frozen_version(name) if is_frozen(name) else None
-            self._register(
-                ModelMeta(
-                    uid=uid,
-                    kind="fixed",
-                    adapter_version=version,
-                    name=name,
-                    active=active,
-                    env_ids=env_ids,
-                    prior_mu=prior_mu,
-                )
-            )
-        elif active:
-            meta = self._models[uid]
+            self._register(ModelMeta(uid=uid, kind="fixed", active=active, env_ids=env_ids, prior_mu=prior_mu))
+        meta = self._models[uid]
+        if meta.name is None:  # it is new, or known from a state
+            meta.name, meta.adapter_version = name, self._frozen_version(name) if is_frozen(name) else None
+        if active:
             if not meta.active or env_ids is None:
                 meta.env_ids = env_ids
             elif meta.env_ids is not None:
                 meta.env_ids |= env_ids
             self.set_active(uid, True)
-        return self._models[uid].ref
+        return meta.ref
 
     def eval_opponent(self, name: str) -> ModelRef:
         """Return the fixed model of that name: rated in evaluations, never sampled."""
@@ -239,25 +238,29 @@ class ModelRegistry:
         spread = known + sigma**2 + other_sigma**2
         return math.sqrt(known / spread) * math.exp(-((mu - other_mu) ** 2) / (2 * spread))
 
-    def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
+    def update_ratings(
+        self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None
+    ) -> None:
         """Count one game and rate it in its env, given the model and the final score of each seat.
 
         Only distinct models are rated against each other; equal ranks are draws. A model at several seats is one
         player, placed by the mean rank of its seats, because they are not independent opponents. So a mirror game
         counts as a match and changes no rating; a single-player game is only counted.
+
+        teams: label of each seat's team. A team is as strong as its members together, but no stronger for its size, and
+        partners are no rivals. A model in several teams counts for the one with more of it, and is not rated.
         """
-        assert uids.keys() == scores.keys()
-        models = dict.fromkeys(uids.values())
-        for uid in models:
+        assert uids.keys() == scores.keys() and (teams is None or teams.keys() == uids.keys())
+        for uid in dict.fromkeys(uids.values()):
             self._models[uid].games += 1
             self.touched[uid] = None
-        for pair in _pairs(list(uids.values())):
+        for pair in pairs_of(uids, teams):
             self.match_counts[pair] += 1
             self.touched_pairs[pair] = None
-        if len(models) > 1:
-            places = mean_ranks(uids, scores)
-            self._count_outcomes(places)
-            self._rate(places, env_id)
+        sides = sides_of(uids, scores, teams)
+        if len(sides) > 1 and placed(sides):  # else a mirror game, or one team
+            self._count_outcomes(sides)
+            self._rate(sides, env_id)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for JSON.
@@ -280,21 +283,22 @@ class ModelRegistry:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; fixed models that are already registered stay.
 
-        No other fixed model becomes active, because the config, not the state, decides on the opponents, their envs
-        and the ids of their adapters.
+        A state may be another person's, so the config alone decides on the player of a fixed model and on its activity.
         """
         configured = {uid: meta for uid, meta in self._models.items() if meta.kind == "fixed"}
         columns: dict[str, list[Any]] = state["models"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        models = [ModelMeta(**row) for row in rows]
+        models = msgspec.convert(rows, list[ModelMeta])
         for env_id, ratings in state["ratings"].items():
             for meta, rating in zip(models, ratings, strict=True):
                 meta.ratings[env_id] = Rating(*rating)
         for meta in models:
-            if meta.kind == "fixed":
-                own = configured.get(meta.uid)
-                meta.active = own is not None and own.active
-                meta.adapter_version, meta.env_ids = (own.adapter_version, own.env_ids) if own else (None, None)
+            if meta.kind == "fixed" or meta.uid in configured:
+                own = configured.get(meta.uid) or ModelMeta(uid=meta.uid, kind="fixed", active=False)
+                for name in OF_CONFIG:
+                    setattr(meta, name, getattr(own, name))
+            elif meta.adapter_version is None or meta.name or not _CHECKPOINT.fullmatch(meta.uid):
+                raise ValueError(f"{meta.uid!r} is not a checkpoint of a run")  # directories bear its uid
         for meta in configured.values():
             meta.ratings.clear()
         loaded = {meta.uid: meta for meta in models}
@@ -348,10 +352,9 @@ class ModelRegistry:
         self._checkpoints = [meta for meta in active if meta.kind == "checkpoint"]
         self._fixed = [meta for meta in active if meta.kind == "fixed"]
 
-    def _count_outcomes(self, places: Mapping[str, float]) -> None:
-        best = min(places.values())
-        is_shared = sum(place == best for place in places.values()) > 1
-        for uid, place in places.items():
+    def _count_outcomes(self, sides: Sequence[Side]) -> None:
+        best, is_shared, places = sides[0].place, sides[0].place == sides[1].place, placed(sides)
+        for uid, (_, place) in places.items():
             meta = self._models[uid]
             if place > best:
                 meta.losses += 1
@@ -360,24 +363,22 @@ class ModelRegistry:
             else:
                 meta.wins += 1
         for a, b in combinations(sorted(places), 2):
-            won, drawn, lost = self.match_results.get((a, b), (0, 0, 0))
-            behind = places[a] - places[b]
-            self.match_results[a, b] = (won + (behind < 0), drawn + (behind == 0), lost + (behind > 0))
+            (side, place), (other, other_place) = places[a], places[b]
+            if side != other:
+                won, drawn, lost = self.match_results.get((a, b), (0, 0, 0))
+                behind = place - other_place
+                self.match_results[a, b] = (won + (behind < 0), drawn + (behind == 0), lost + (behind > 0))
 
-    def _rate(self, places: Mapping[str, float], env_id: str) -> None:
+    def _rate(self, sides: Sequence[Side], env_id: str) -> None:
         self._add_env(env_id)
-        uids, ranks = sorted(places, key=places.__getitem__), sorted(places.values())
-        before = [self._models[uid].ratings[env_id] for uid in uids]
-        env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=self._count_draws(ranks, env_id))
+        before = {uid: self._models[uid].ratings[env_id] for side in sides for uid in side.weights}
+        draws = self._count_draws([side.place for side in sides], env_id)
+        env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=draws)
         try:
-            if len(before) == 2:
-                after = rate_two(env, before[0], before[1], is_draw=ranks[0] == ranks[1])
-            else:
-                given = [(env.create_rating(mu, sigma or LEAST_SIGMA),) for mu, sigma in before]
-                after = [Rating(rating.mu, rating.sigma) for (rating,) in env.rate(given, ranks)]
+            after = rate_sides(env, sides, before)
         except FloatingPointError:
             return  # the ratings are so far apart that the result's likelihood underflows: floats have no such step
-        for uid, rating in zip(uids, after, strict=True):
+        for uid, rating in after.items():
             if uid != self._anchors.get(env_id):
                 self._models[uid].ratings[env_id] = rating
 
@@ -393,8 +394,3 @@ def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:
     for meta in metas:
         for env_id in env_ids:
             meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
-
-
-def _pairs(uids: list[str]) -> dict[tuple[str, str], None]:
-    """Return the sorted pairs of models that met in one game, each once."""
-    return {(min(a, b), max(a, b)): None for i, a in enumerate(uids) for b in uids[i + 1 :]}

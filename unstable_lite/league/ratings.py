@@ -1,18 +1,49 @@
-"""Arithmetic of ratings: the rating of a model, ranks from scores, and TrueSkill's step for two players."""
+"""Arithmetic of ratings: the rating of a model, sides from scores and teams, and TrueSkill's step for two players."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+from statistics import fmean
+from typing import NamedTuple, TypeVar
 
 import trueskill
+
+Teams = Mapping[int, Hashable] | None
+"""Label of each seat's team; None: there are none."""
+Group = TypeVar("Group", bound=Hashable)
+LEAST_SIGMA = 1e-3
+"""σ of an anchor in a game of three or more models, because the library divides by σ."""
 
 
 class Rating(NamedTuple):
     mu: float
     sigma: float
+
+
+class Side(NamedTuple):
+    """Models that win and lose together in one game."""
+
+    place: float
+    """Mean rank of its seats."""
+    weights: Mapping[str, float]
+    """Weight of each model's skill: 1 for a seat, less in a larger team, so that its size makes it no stronger."""
+
+
+def rate_sides(env: trueskill.TrueSkill, sides: Sequence[Side], before: Mapping[str, Rating]) -> dict[str, Rating]:
+    """Return the new ratings of the models that are on one side only. Raises FloatingPointError."""
+    uids, ranks = [uid for side in sides for uid in side.weights], [side.place for side in sides]
+    if len(uids) == len(sides) == 2:
+        after = rate_two(env, before[uids[0]], before[uids[1]], is_draw=ranks[0] == ranks[1])
+    else:
+        start = {uid: env.create_rating(mu, sigma or LEAST_SIGMA) for uid, (mu, sigma) in before.items()}
+        weights = [[*side.weights.values()] for side in sides]
+        rated = env.rate([[start[uid] for uid in side.weights] for side in sides], ranks, weights)
+        after = [Rating(rating.mu, rating.sigma) for side in rated for rating in side]
+    return {uid: rating for uid, rating in zip(uids, after, strict=True) if uids.count(uid) == 1}
 
 
 def rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
@@ -34,10 +65,44 @@ def rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: b
     ]
 
 
-def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
-    """Return the mean rank of each model's seats; a seat's rank is the number of seats that scored more, 0 is best."""
+def mean_ranks(groups: Mapping[int, Group], scores: Mapping[int, float]) -> dict[Group, float]:
+    """Return the mean rank of each group's seats; a seat's rank is the number of seats that scored more, 0 is best."""
     all_scores = sorted(scores.values())
-    ranks: dict[str, list[int]] = {}
-    for pid, uid in uids.items():
-        ranks.setdefault(uid, []).append(len(all_scores) - bisect_right(all_scores, scores[pid]))
-    return {uid: sum(seat_ranks) / len(seat_ranks) for uid, seat_ranks in ranks.items()}
+    ranks: dict[Group, list[int]] = {}
+    for pid, group in groups.items():
+        ranks.setdefault(group, []).append(len(all_scores) - bisect_right(all_scores, scores[pid]))
+    return {group: sum(seat_ranks) / len(seat_ranks) for group, seat_ranks in ranks.items()}
+
+
+def team_scores(scores: Mapping[int, float], teams: Mapping[int, Hashable]) -> dict[int, float]:
+    """Return the mean score of each seat's team: a partner of a player that forfeits does not win."""
+    return {pid: fmean(scores[other] for other in scores if teams[other] == teams[pid]) for pid in scores}
+
+
+def sides_of(uids: Mapping[int, str], scores: Mapping[int, float], teams: Teams) -> list[Side]:
+    """Return the sides of a game, the best first; without teams each model is a side."""
+    if teams is None:
+        sides = [Side(place, {uid: 1.0}) for uid, place in mean_ranks(uids, scores).items()]
+    else:
+        places, sizes = mean_ranks(teams, team_scores(scores, teams)), Counter(teams.values())
+        least, seats = min(sizes.values()), Counter((team, uids[pid]) for pid, team in teams.items())
+        of = {team: {uid: n * least / sizes[team] for (own, uid), n in seats.items() if own == team} for team in places}
+        sides = [Side(place, of[team]) for team, place in places.items()]
+    return sorted(sides, key=lambda side: side.place)
+
+
+def placed(sides: Sequence[Side]) -> dict[str, tuple[int, float]]:
+    """Return for each model the number and the place of the side with most of it, unless several have as much."""
+    found = {}
+    for uid in dict.fromkeys(uid for side in sides for uid in side.weights):
+        weights = [side.weights.get(uid, 0.0) for side in sides]
+        if weights.count(max(weights)) == 1:
+            side = weights.index(max(weights))
+            found[uid] = (side, sides[side].place)
+    return found
+
+
+def pairs_of(uids: Mapping[int, str], teams: Teams) -> dict[tuple[str, str], None]:
+    """Return the sorted pairs of models that met in one game, each once; those of one team did not meet."""
+    met = [(uids[a], uids[b]) for a, b in combinations(uids, 2) if teams is None or teams[a] != teams[b]]
+    return {(min(pair), max(pair)): None for pair in met}

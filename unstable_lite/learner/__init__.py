@@ -14,6 +14,11 @@ from unstable_lite.types import Logprobs, TrainItem
 
 CRITIC_HEAD = "value_head.safetensors"
 """File of the value head, beside a critic's adapter."""
+LOGITS_CHUNK_TOKENS = {True: 1024, False: 128}
+"""Number of completion tokens whose logits exist at once, on a GPU or not; each takes 10 bytes per entry of the
+vocabulary."""
+UPDATE_TIMEOUT_S = 3600.0
+"""Time after which an update counts as stuck."""
 UPDATED = "updated.json"
 """File of the metrics of the update that made a learner's state; a process that replaces the learner reads it."""
 
@@ -34,11 +39,13 @@ class Algorithm:
 
 LEARNERS = {
     "reinforce": Algorithm(target="unstable_lite.learner.algorithms.reinforce:REINFORCELearner"),
-    "a2c": Algorithm(target="unstable_lite.learner.algorithms.a2c:A2CLearner", batches="episodes", has_critic=True),
+    "a2c": Algorithm(
+        target="unstable_lite.learner.algorithms.reinforce:A2CLearner", batches="episodes", has_critic=True
+    ),
     "ppo": Algorithm(
         target="unstable_lite.learner.algorithms.ppo:PPOLearner", batches="episodes", has_critic=True, is_clipped=True
     ),
-    "grpo": Algorithm(target="unstable_lite.learner.algorithms.grpo:GRPOLearner", is_clipped=True),
+    "grpo": Algorithm(target="unstable_lite.learner.algorithms.ppo:GRPOLearner", is_clipped=True),
     # Leave-one-out is the baseline of the group's rewards; the update is that of REINFORCE.
     "rloo": Algorithm(target="unstable_lite.learner.algorithms.reinforce:REINFORCELearner"),
 }
@@ -66,7 +73,7 @@ class Learner(Protocol):
     """Policy, optimiser and counters, which the worker saves and loads: a `learner.training.Training`."""
 
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """Make adapter `version` with one update; if it is skipped, change nothing and return the reason."""
+        """Make adapter `version`, or return the reason to skip the update: the worker then restores the old state."""
 
 
 def find_learner(config: Config) -> Callable[[Config, str], Learner]:

@@ -60,8 +60,7 @@ class AnswerScores:
     def score(self, questions: Questions, stop: tuple[str, ...]) -> list[Tensor]:
         """Return log p of each answer to each question, in nats, in float64 on the CPU.
 
-        With a sharded base every rank must call it, and computes everything. Raises ModelError for a model that no
-        token stops.
+        Raises ModelError for a model that no token stops.
         """
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(resolve_model(self._config.model_name), self._config.trust_remote_code)

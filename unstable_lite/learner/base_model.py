@@ -1,11 +1,12 @@
-"""The frozen base model: its type, its attention, the shards of several ranks, and a fresh LoRA adapter on it.
+"""The frozen base model: type, attention, head, and a fresh LoRA adapter on it.
 
-Knows nothing of training.
+Knows nothing of training, batches or losses. `K` counts the tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import peft
@@ -17,7 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from unstable_lite.config.training import LoraConfig, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
-from unstable_lite.learner import distributed
+from unstable_lite.models import model_errors
+from unstable_lite.models.loading import EVENT, load_model, text_part
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
@@ -43,7 +45,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_base(
     path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> transformers.PreTrainedModel:
-    try:
+    with model_errors(path, EVENT):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         # Checkpointed layers are in training mode: with dropout the base would not be the one that sampled.
         for part in (config, config.get_text_config()):
@@ -52,21 +54,18 @@ def load_base(
                     setattr(part, name, 0.0)
         # torch's attention silently omits the soft cap of attention logits (Gemma 2).
         is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        base = transformers.AutoModelForCausalLM.from_pretrained(
+        base = load_model(
             path,
+            trust_remote_code,
             config=config,
             dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
             attn_implementation="eager" if is_capped else None,
             # Straight to the GPU; PEFT would take a CPU in such a map for offloaded layers.
             device_map={"": device} if device.type == "cuda" else None,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {path}: transformers cannot load it as a causal LM: {error}") from error
     if device.type == "cpu" and dtype == torch.bfloat16 and base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(_FLOAT32_ATTENTION)
-    return base.to(device)  # type: ignore[arg-type, no-any-return]
+    return base.to(device)  # type: ignore[no-any-return]
 
 
 def use_liger(base: transformers.PreTrainedModel) -> None:
@@ -86,45 +85,6 @@ def use_liger(base: transformers.PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-class Whole(nn.Module):
-    """Gather the base's embedding, last norm and head in the body."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        return compute(*arguments)
-
-
-def shard(base: transformers.PreTrainedModel, device: torch.device) -> Whole:
-    """Shard every frozen weight over the ranks; a layer is whole only while it computes. Adapters stay whole.
-
-    Moves the base layer by layer to the device, which need not have room for all of it.
-    """
-    # This import takes a second, which other learners do not need.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    adapter = {parameter for parameter in base.parameters() if parameter.requires_grad}
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (distributed.num_ranks(),)),
-        "reshard_after_forward": True,
-        "ignored_params": adapter,
-    }
-    for layer in base.get_decoder().layers:  # type: ignore[no-untyped-call]
-        fully_shard(layer, **settings)
-    whole = Whole(base)
-    fully_shard(whole, **settings)
-    for parameter in adapter:
-        parameter.data = parameter.data.to(device)
-    return whole
-
-
-def straight(compute: Callable[..., Any], *arguments: Any) -> Any:
-    return compute(*arguments)
-
-
 def _sdpa_in_float32(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -140,8 +100,10 @@ transformers.AttentionMaskInterface.register(_FLOAT32_ATTENTION, sdpa_mask)
 
 
 def add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -> peft.PeftModel:
-    """Return `base` with a fresh adapter, which has no effect yet."""
-    names = [name for name, module in base.named_modules() if getattr(module, "weight", None) is not None]
+    """Return `base` with a fresh adapter below its text decoder, which has no effect yet."""
+    part = text_part(base)
+    modules = [(name, module) for name, module in base.named_modules() if name.startswith(part)]
+    names = [name for name, module in modules if getattr(module, "weight", None) is not None]
     ends: list[nn.Module] = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for target in lora.target_modules:
         if any(f".{name}".endswith(f".{target}") for name, module in base.named_modules() if module in ends):
@@ -149,10 +111,12 @@ def add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) ->
         if not any(f".{name}".endswith(f".{target}") for name in names):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ModelError(
-                f"lora.target_modules: no module of {type(base).__name__} is named {target!r}; it has {known}"
+                f"lora.target_modules: no module of {type(base).__name__}'s text decoder is named {target!r}; it has "
+                f"{known}"
             )
     try:
-        model = peft.get_peft_model(base, peft_config(lora, path), adapter_name=ADAPTER, autocast_adapter_dtype=True)
+        config = peft_config(lora, path, _outside(base, part, lora.target_modules))
+        model = peft.get_peft_model(base, config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
     if moved := model.peft_config[ADAPTER].target_parameters:
@@ -165,7 +129,15 @@ def add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) ->
     return model
 
 
-def peft_config(lora: LoraConfig, path: str) -> peft.LoraConfig:
+def _outside(base: nn.Module, part: str, targets: Iterable[str]) -> str | None:
+    """Return a pattern of all modules outside the text decoder if one is a target, such as a vision tower's."""
+    others = [f".{name}" for name, _ in base.named_modules() if not name.startswith(part)]
+    is_target = any(name.endswith(tuple(f".{target}" for target in targets)) for name in others)
+    return rf"(?!{re.escape(part)}).*" if is_target else None
+
+
+def peft_config(lora: LoraConfig, path: str, outside: str | None) -> peft.LoraConfig:
+    """Return PEFT's config of an adapter. `outside`: pattern of the modules that it must leave out."""
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
@@ -173,6 +145,7 @@ def peft_config(lora: LoraConfig, path: str) -> peft.LoraConfig:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=list(lora.target_modules),
+        exclude_modules=outside,
     )
 
 
@@ -180,3 +153,70 @@ def cast_by_autocast_alone(model: peft.PeftModel) -> None:
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False  # PEFT's own cast to float32 would come on top
+
+
+class Head:
+    """Log-probabilities and entropies of tokens from the decoder's output, chunk by chunk."""
+
+    def __init__(
+        self, base: transformers.PreTrainedModel, temperature: float, chunk_tokens: int, has_bonus: bool
+    ) -> None:
+        """chunk_tokens: number of tokens whose logits exist at once. has_bonus: whether entropies have a gradient."""
+        self._base = base
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        self._has_bonus = has_bonus
+
+    def logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the targets; only one chunk of logits is in memory at a time."""
+        chunks = zip(*(torch.split(given, self._chunk_tokens) for given in (hidden_ND, target_N)), strict=True)
+        logps, entropies = zip(*(self._token_logprobs(*chunk) for chunk in chunks), strict=True)
+        return torch.cat(logps), torch.cat(entropies)
+
+    def most_likely(self, hidden_ND: Tensor) -> Tensor:
+        """Return the token that greedy decoding would choose at each position."""
+        chunks = torch.split(hidden_ND, self._chunk_tokens)
+        return torch.cat([self.logits(hidden_KD).argmax(-1) for hidden_KD in chunks])
+
+    def logits(self, hidden_KD: Tensor) -> Tensor:
+        """Return the logits of the model's head, with its scale and soft cap, in float32 or more."""
+        logits_KV: Tensor = self._base.get_output_embeddings()(hidden_KD)  # type: ignore[no-untyped-call]
+        logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+        config = self._base.config.get_text_config()
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits_KV = logits_KV * scale
+        if scale := getattr(config, "logits_scaling", None):  # Granite
+            logits_KV = logits_KV / scale
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits_KV = torch.tanh(logits_KV / cap) * cap
+        return logits_KV
+
+    def _token_logprobs(self, hidden_KD: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one chunk's logits once, together with the gradient with respect to the hidden state.
+
+        A token's log-probability depends on its own row only, so every loss needs only this gradient, scaled. Autograd
+        covers only the head: through the softmax it would take twice the time and twice the memory.
+        """
+        leaf_KD = hidden_KD.detach().requires_grad_(hidden_KD.requires_grad)
+        logits_KV = self.logits(leaf_KD)
+        with torch.no_grad():
+            shifted_KV = logits_KV.detach().div_(self._temperature)
+            shifted_KV -= shifted_KV.amax(-1, keepdim=True)
+            weight_KV = shifted_KV.exp()
+            total_K = weight_KV.sum(-1)
+            logp_K = shifted_KV.gather(-1, target_K[:, None]).squeeze(-1) - total_K.log()
+            product_KV = shifted_KV.mul_(weight_KV)
+            entropy_K = total_K.log() - product_KV.sum(-1) / total_K
+        if logits_KV.requires_grad:
+            # Adds 0, and connects the gradient to the hidden state.
+            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
+            if self._has_bonus:
+                # −d entropy / d logits = p (log p + entropy) / temperature, with p = weight / total.
+                product_KV.addcmul_(weight_KV, (entropy_K - total_K.log())[:, None])
+                (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, product_KV, retain_graph=True)
+                entropy_K = entropy_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
+            # −d log p(target) / d logits = (weight / total − one-hot) / temperature; values of a whole row come last.
+            weight_KV.scatter_add_(-1, target_K[:, None], -total_K[:, None])
+            (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, weight_KV)
+            logp_K = logp_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
+        return logp_K, entropy_K

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import RequestError
-from unstable_lite.learner.advantages import ROUNDING
-from unstable_lite.reward_transformations.weights import weight_problem
+from unstable_lite.reward_transformations.sampling import weight_problem
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
+ROUNDING = 1e-6
+"""Largest advantage that counts as 0, in the loss and in `zero_advantage` alike."""
 BATCH_COST = {"cpu": 128, "mps": 128, "cuda": 512}
 """Fixed cost of one more micro-batch by type of device, in tokens: each starts its own forward and backward pass."""
 
@@ -167,8 +168,6 @@ class Share:
 
     rank: int = 0
     num_ranks: int = 1
-    in_step: bool = False
-    """Whether every rank makes the same number of micro-batches, empty ones if necessary, because they meet in each."""
 
 
 WHOLE = Share()
@@ -191,7 +190,7 @@ def make_micro_batches(
         same.setdefault(_tokens(item) if share_rows else index, []).append(index)
     sequences = list(same.values())
     groups = _groups([length(items[first]) for first, *_ in sequences], max_tokens, max_rows, share, BATCH_COST[device])
-    return [pad(items, [sequences[row] for row in rows]) if rows else _NOTHING for rows in groups]
+    return [pad(items, [sequences[row] for row in rows]) for rows in groups]
 
 
 def make_prompt_batches(
@@ -199,7 +198,7 @@ def make_prompt_batches(
 ) -> list[MicroBatch]:
     """Return micro-batches of prompts, with rows of similar length together."""
     groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share, BATCH_COST[device])
-    return [_pad_prompts(items, rows) if rows else _NOTHING for rows in groups]
+    return [_pad_prompts(items, rows) for rows in groups]
 
 
 def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -218,11 +217,7 @@ def _groups(
 ) -> list[list[int]]:
     """Return the rows of each micro-batch of one rank."""
     parts = cut(lengths, share.num_ranks) if share.num_ranks > 1 else [list(range(len(lengths)))]
-    if not share.in_step:
-        return _group(lengths, parts[share.rank], max_tokens, max_rows, batch_cost)
-    of_ranks = [_group(lengths, rows, max_tokens, max_rows, batch_cost) for rows in parts]
-    ours = of_ranks[share.rank]
-    return ours + [[]] * (max(map(len, of_ranks)) - len(ours))
+    return _group(lengths, parts[share.rank], max_tokens, max_rows, batch_cost)
 
 
 def _group(

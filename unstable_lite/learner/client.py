@@ -13,8 +13,8 @@ from typing import Any
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import NoRoomError, WorkerDied
-from unstable_lite.learner import UPDATED
-from unstable_lite.reward_transformations.weights import plain_weights
+from unstable_lite.learner import UPDATE_TIMEOUT_S, UPDATED
+from unstable_lite.reward_transformations.sampling import plain_weights
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
@@ -59,7 +59,7 @@ class LearnerClient:
         """
         if self._state is None:  # an update that runs out of memory starts again from it
             await self.save_state(version - 1, store)
-        timeout_s, place = self._config.update_timeout_s, partial(store.path, version)
+        timeout_s, place = UPDATE_TIMEOUT_S, partial(store.path, version)
         fields: dict[str, Any] = {"items": train_items(batch), "version": version}
         updated: Updated = await self._write(Update, timeout_s, place, store, **fields)
         if updated.skipped is None:
@@ -94,19 +94,16 @@ class LearnerClient:
         adapter: PEFT directory of the adapter to compute with; None: the one that is trained. Raises RequestError if it
         does not fit the learner's base or rank.
         """
-        items = tuple(
-            _train_item(generation, reward=0.0, trajectory=index) for index, generation in enumerate(generations)
-        )
-        fields: dict[str, Any] = {"items": items, "adapter": adapter and str(adapter)}
-        scored: Scored = await self._ask(Score, self._config.update_timeout_s, **fields)
+        items = tuple(_train_item(generation, 0.0, index) for index, generation in enumerate(generations))
+        scored: Scored = await self._ask(Score, UPDATE_TIMEOUT_S, items=items, adapter=adapter and str(adapter))
         return scored.logprobs
 
     async def score_answers(
         self, questions: Sequence[tuple[str, tuple[str, ...]]], stop: tuple[str, ...]
     ) -> tuple[Logprobs, ...]:
         """Return the log-probability of each answer to each prompt under the newest adapter."""
-        timeout_s = self._config.update_timeout_s
-        scored: AnswersScored = await self._ask(ScoreAnswers, timeout_s, questions=tuple(questions), stop=stop)
+        asked = {"questions": tuple(questions), "stop": stop}
+        scored: AnswersScored = await self._ask(ScoreAnswers, UPDATE_TIMEOUT_S, **asked)
         return scored.logprobs
 
     async def save(self, directory: Path) -> None:

@@ -6,7 +6,7 @@ divided, and every rank makes the same step. Knows nothing of losses or algorith
 group, all functions do nothing.
 
 A rank waits for others in two ways: between updates without limit for the next message, in group `_messages`; within an
-update for a sum, at most for `learner.update_timeout_s`. Before every sum the ranks exchange their conditions: a rank
+update for a sum, at most for `UPDATE_TIMEOUT_S`. Before every sum the ranks exchange their conditions: a rank
 whose memory ran out gets there from `all_ranks_or_none`, and all of them restart the update.
 """
 
@@ -16,23 +16,25 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from unstable_lite.errors import is_out_of_memory
-from unstable_lite.learner.advantages import Floats
+from unstable_lite.learner import UPDATE_TIMEOUT_S
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Message
 from unstable_lite.transport.worker_main import WorkerSpec
 
+Floats = npt.NDArray[np.float64]
 NEVER = timedelta(days=365)
 WELCOME = "unstable_lite/rank 0"
 """Key of rank 0's spec at the rendezvous, for ranks of other machines."""
@@ -53,10 +55,10 @@ def join_as(spec: WorkerSpec) -> None:
     if config.rendezvous is None:
         store = on_this_machine(Path(spec.rendezvous), spec.num_ranks)
     else:
-        store = across_machines(config.rendezvous, config.start_timeout_s, is_first=spec.rank == 0)
+        store = across_machines(config.rendezvous, spec.config.engine.start_timeout_s, is_first=spec.rank == 0)
         if spec.rank == 0:
             store.set(WELCOME, spec.to_line())
-    join(store, spec.rank, spec.num_ranks, spec.device, config.update_timeout_s)
+    join(store, spec.rank, spec.num_ranks, spec.device, UPDATE_TIMEOUT_S)
 
 
 def join(store: Store, rank: int, num_ranks: int, device: str, timeout_s: float) -> None:
@@ -109,8 +111,8 @@ def num_sums() -> int:
 
 
 def broadcast(message: Message) -> None:
-    """Send from rank 0 to all others."""
-    if _messages is not None:
+    """Send from rank 0 to all others; another rank sends nothing."""
+    if _messages is not None and rank() == 0:
         _send(encode([message]))
 
 
@@ -218,18 +220,6 @@ def concat(figures_KN: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(num_ranks())]
     dist.all_gather(parts, padded)
     return torch.cat([part[:, : int(number)] for part, number in zip(parts, numbers, strict=True)], dim=1)
-
-
-def fill(rows: Sequence[int], per_item: list[Tensor]) -> None:
-    """Complete `per_item`, which has a float32 tensor for each of this rank's `rows`, by those of all other ranks."""
-    if num_ranks() == 1:
-        return
-    own = [per_item[row] for row in rows]
-    lengths_2I = torch.tensor([rows, list(map(len, own))], dtype=torch.float64).reshape(2, -1)
-    all_rows, all_lengths = concat(lengths_2I).to(torch.int64)
-    figures_N = concat(torch.cat([torch.empty(0), *own])[None])[0].float()
-    for row, part in zip(all_rows.tolist(), torch.split(figures_N, all_lengths.tolist()), strict=True):
-        per_item[row] = part
 
 
 # ---------------------------------------------------------------------------- the same everywhere

@@ -7,6 +7,7 @@ or text. Works with any stock causal LM of transformers; it refuses a model whos
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,27 @@ from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.learner import batching, distributed
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed
 from unstable_lite.learner.answers import AnswerBatch, answer_hidden
 from unstable_lite.learner.base_model import (
     ADAPTER,
+    Head,
     add_lora,
     cast_by_autocast_alone,
     choose_dtype,
     load_base,
     peft_config,
-    shard,
-    straight,
     use_liger,
 )
-from unstable_lite.learner.head import Head
 from unstable_lite.models import resolve_model
-from unstable_lite.models.positions import longrope_limit, position_limit
+from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
 AVERAGE = "average"
 """Name of the moving average of the adapter, and of its directory in a saved state."""
+_BASE = "base_model.model."
+"""Beginning of PEFT's names of the base's modules."""
 
 
 class Policy:
@@ -55,13 +56,10 @@ class Policy:
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
         path = resolve_model(config.model_name)
-        self.is_sharded = config.learner.shard_base and distributed.num_ranks() > 1
-        """Whether every rank holds a part of the base, so that all must pass through it together."""
-        place = torch.device("cpu") if self.is_sharded else self.device
-        self._base = load_base(path, self.dtype, place, config.trust_remote_code)
+        self._base = load_base(path, self.dtype, self.device, config.trust_remote_code)
         if config.learner.kernels == "liger":
             use_liger(self._base)
-        chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
+        chunk_tokens = LOGITS_CHUNK_TOKENS[self.device.type == "cuda"]
         has_bonus = config.learner.entropy_coefficient > 0
         self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_bonus)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
@@ -76,7 +74,6 @@ class Policy:
         if self.device.type == "cuda":
             # cuDNN plans every new shape, which takes longer than a pass, and every micro-batch has a new one.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self._through = shard(self._base, self.device) if self.is_sharded else straight
         self.model.eval()
         self._check_head()
         self._train()
@@ -119,9 +116,8 @@ class Policy:
 
     @property
     def base_bytes(self) -> int:
-        """Size in bytes of this rank's part of the base."""
-        frozen = [weight for name, weight in self._base.named_parameters() if "lora_" not in name]
-        return sum((weight.to_local() if hasattr(weight, "to_local") else weight).nbytes for weight in frozen)
+        """Size in bytes of the base."""
+        return sum(weight.nbytes for name, weight in self._base.named_parameters() if "lora_" not in name)
 
     @property
     def adapter_bytes(self) -> int:
@@ -160,7 +156,7 @@ class Policy:
     @property
     def share(self) -> batching.Share:
         """Share of a batch that this rank computes."""
-        return batching.Share(rank=distributed.rank(), num_ranks=distributed.num_ranks(), in_step=self.is_sharded)
+        return batching.Share(rank=distributed.rank(), num_ranks=distributed.num_ranks())
 
     def draw_apart(self, version: int) -> None:
         """Give each other rank its own random stream for dropout; rank 0 keeps that of its state."""
@@ -172,10 +168,6 @@ class Policy:
 
         The entropy has a gradient only if `learner.entropy_coefficient` is set.
         """
-        found: tuple[Tensor, Tensor] = self._through(self._logprobs, batch)
-        return found
-
-    def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
             hidden_UD = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_U)
             logp_U, entropy_U = self._head.logprobs(hidden_UD, batch.target_U)
@@ -194,9 +186,8 @@ class Policy:
     ) -> list[LearnerLogprobs]:
         """Return the log-probabilities of each item's completion tokens under the adapter, and under the base alone.
 
-        parameters: those of another adapter to use instead, by the names of the policy's. With a sharded base every
-        rank is called and computes its share; else this one alone. Raises RequestError for an item that no engine can
-        have sampled.
+        parameters: those of another adapter to use instead, by the names of the policy's. Raises RequestError for an
+        item that no engine can have sampled.
         """
         batching.check(items, self.vocab_size)
         adapter_logp = self.item_logprobs(items) if parameters is None else self.logprobs_with(parameters, items)
@@ -209,8 +200,7 @@ class Policy:
     def logprobs_with(self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem]) -> list[Tensor]:
         """Return the log-probabilities of each item's completion tokens under an adapter with these `parameters`.
 
-        They replace the policy's parameters of the same names until it returns. If the base is sharded, all ranks must
-        call it.
+        They replace the policy's parameters of the same names until it returns.
         """
         own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
@@ -224,23 +214,18 @@ class Policy:
     @torch.no_grad()
     def item_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
         """Return the log-probabilities of each item's completion tokens, in float32 on the CPU."""
-        share = self.share if self.is_sharded else batching.WHOLE
         logp = [torch.empty(0)] * len(items)
-        rows: list[int] = []
-        for batch in self.micro_batches(items, share):
-            rows += batch.rows
+        for batch in self.micro_batches(items, batching.WHOLE):
             with self.evaluating():
                 logp_N, _ = self.logprobs(batch)
             batch.scatter(logp_N.float().cpu(), logp)
-        if self.is_sharded:
-            distributed.fill(rows, logp)
         return logp
 
     @torch.no_grad()
     def answer_logprobs(self, batch: AnswerBatch) -> Tensor:
-        """Return log p of each answer in nats, in float64. With a sharded base every rank must call it."""
+        """Return log p of each answer in nats, in float64."""
         with self.evaluating():
-            return batch.sums(self._through(self._answer_logprobs, batch))
+            return batch.sums(self._answer_logprobs(batch))
 
     def _answer_logprobs(self, batch: AnswerBatch) -> Tensor:
         with self._autocast():
@@ -259,23 +244,15 @@ class Policy:
         That is the adapter from which training started, or the base if there was none or `kl_reference` is "base", or
         the average adapter.
         """
-        if self._reference is None:
-            return self.base_logprobs(batch)
-        with self.evaluating(), self.using(self._reference):
-            logp_N, _ = self.logprobs(batch)
-        return logp_N
-
-    @torch.no_grad()
-    def base_logprobs(self, batch: batching.MicroBatch) -> Tensor:
-        """Return the log-probability of each trained token under the base alone."""
-        with self.evaluating(), self.model.disable_adapter():
+        reference = self.model.disable_adapter() if self._reference is None else self.using(self._reference)
+        with self.evaluating(), reference:
             logp_N, _ = self.logprobs(batch)
         return logp_N
 
     def last_hidden(self, batch: batching.MicroBatch) -> Tensor:
         """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
         with self._autocast():
-            hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
+            hidden_BTD = self._hidden(batch.tokens_BT)
         return hidden_BTD.flatten(0, 1).index_select(0, batch.source_U)
 
     @contextlib.contextmanager
@@ -302,7 +279,8 @@ class Policy:
 
     def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
         """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
-        self.model.add_adapter(name, peft_config(lora, self.model.peft_config[ADAPTER].base_model_name_or_path))
+        own = self.model.peft_config[ADAPTER]
+        self.model.add_adapter(name, peft_config(lora, own.base_model_name_or_path, own.exclude_modules))
         cast_by_autocast_alone(self.model)
         return {key: parameter for key, parameter in self.model.named_parameters() if f".{name}." in key}
 
@@ -330,6 +308,7 @@ class Policy:
     def load_adapter(self, directory: Path, name: str = ADAPTER) -> None:
         """Load a PEFT directory. Raises AdapterError or ModelError unless it has this run's rank, targets and scale."""
         tensors, stored, _ = read_adapter(directory)
+        tensors = self.of_text(tensors)
         own_tensors, own = self.adapter_state(name)
         for key in ("r", "lora_alpha", "target_modules", "bias", "use_rslora", "use_dora", "rank_pattern"):
             theirs, ours = _comparable(stored.get(key)), _comparable(own.get(key))
@@ -342,6 +321,14 @@ class Policy:
                 f"{directory} is for another base: {key} has shape {theirs.get(key)} there, {ours.get(key)} here"
             )
         peft.set_peft_model_state_dict(self.model, tensors, adapter_name=name)
+
+    def of_text(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that belong to the text decoder, by name.
+
+        Earlier versions adapted the vision tower of a multimodal model too, which no text changes.
+        """
+        outside = re.compile(self.model.peft_config[ADAPTER].exclude_modules or "(?!)")
+        return {key: tensor for key, tensor in tensors.items() if not outside.fullmatch(key.partition(_BASE)[2])}
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
         decoder = self._base.get_decoder()  # type: ignore[no-untyped-call]
@@ -356,12 +343,9 @@ class Policy:
     def _check_head(self) -> None:
         """Refuse an architecture whose head is not `Head`, because it would train on wrong probabilities."""
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
-
-        def both() -> tuple[Tensor, Tensor]:
-            return self._base(input_ids=tokens_BT).logits.float(), self._head.logits(self._hidden(tokens_BT)).float()
-
         with self._autocast():
-            theirs, ours = self._through(both)
+            theirs = self._base(input_ids=tokens_BT).logits.float()
+            ours = self._head.logits(self._hidden(tokens_BT)).float()
         # bfloat16 models round once more than this code.
         tolerance = (0.02 if self.dtype == torch.bfloat16 else 1e-4) * theirs.abs().max().item()
         if not torch.allclose(ours, theirs, rtol=0, atol=tolerance):

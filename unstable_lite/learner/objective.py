@@ -48,7 +48,11 @@ def regularised(
     training: Training,
     divisor: float,
 ) -> Tensor:
-    """Return `loss` with entropy bonus and KL penalty. `reference_logp_N`: if there is a penalty."""
+    """Return `loss` with entropy bonus and KL penalty. `reference_logp_N`: if there is a penalty.
+
+    The bonus has no importance weight, and masked tokens keep it: at the prefix it is an exact mean over all next
+    tokens of the present policy. A ratio corrects which token was sampled, so here it would only add noise and bias.
+    """
     if training.entropy_coefficient:
         loss = loss - training.entropy_coefficient * (batch.weight_N * entropy_N).sum() / divisor
     if reference_logp_N is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.learner import distributed
+from unstable_lite.learner import UPDATE_TIMEOUT_S, distributed
 from unstable_lite.learner.worker import make_worker
 from unstable_lite.transport.worker_main import WorkerSpec
 
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(spec.threads)
     if device != "cpu":
         torch.cuda.set_device(local_rank)
-    distributed.join(store, spec.rank, spec.num_ranks, device, config.learner.update_timeout_s)
+    distributed.join(store, spec.rank, spec.num_ranks, device, UPDATE_TIMEOUT_S)
     make_worker(config, device).follow()
     distributed.leave()
 

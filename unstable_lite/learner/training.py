@@ -5,45 +5,54 @@ Knows no loss: that is the algorithm's page. `I` counts the items of a batch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import peft
 import safetensors
 import safetensors.torch
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.errors import AdapterError, ModelError
-from unstable_lite.learner import UpdateResult, distributed, schedules
-from unstable_lite.learner.advantages import (
-    Floats,
+from unstable_lite.config.training import LearnerConfig
+from unstable_lite.errors import AdapterError, ConfigError, ModelError
+from unstable_lite.learner import UpdateResult, distributed
+from unstable_lite.learner.batching import check, fit, length
+from unstable_lite.learner.critic import (
+    Critic,
     estimate_advantages,
     is_judged,
     policy_weights,
     value_metrics,
     zero_share,
 )
-from unstable_lite.learner.batching import check, fit, length
-from unstable_lite.learner.critic import Critic
+from unstable_lite.learner.distributed import Floats
 from unstable_lite.learner.model import AVERAGE, Policy
-from unstable_lite.learner.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learner.training_stats import Trained
-from unstable_lite.reward_transformations.spread import Spread
+from unstable_lite.reward_transformations.averages import Spread
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Logprobs, TrainItem
 
 STATE = "learner.safetensors"
 """File beside the adapter with optimiser moments, random states and counters. Reading safetensors can run no code."""
+RATE = 0.1
+"""Logarithm of the largest change of the entropy coefficient after one update."""
+RANGE = 100.0
+"""Largest factor between the entropy coefficient and its start."""
+Parameters = Mapping[str, nn.Parameter]
 _COUNTERS = ("step", "version", "samples_seen", "completion_len")
 
 
@@ -85,7 +94,7 @@ class Training:
     def schedule(self) -> dict[str, float]:
         """Set the learning rates of the next update and return them as metrics."""
         config = self.config
-        factor = schedules.factor(
+        factor = learning_rate_factor(
             config.learning_rate_schedule, self.step, self._learning_steps, config.learning_rate_warmup
         )
         metrics = {"lr": config.learning_rate * factor}
@@ -105,13 +114,12 @@ class Training:
         config = self.config
         if config.entropy_target is not None and entropy is not None:
             limits = config.entropy_coefficient, config.entropy_target
-            self.entropy_coefficient = schedules.adapted(self.entropy_coefficient, entropy, *limits)
+            self.entropy_coefficient = adapted_coefficient(self.entropy_coefficient, entropy, *limits)
         self.policy.follow(config.kl_average_decay)
 
-    def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float:
-        """Add the gradient of the critic's loss on `items`, of this rank's share; return the loss."""
-        assert self.critic is not None
-        return self.critic.add_gradient(items, target_I)
+    def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float | None:
+        """Add the gradient of the critic's loss on `items`, of this rank's share; return the loss, or None without."""
+        return None if self.critic is None else self.critic.add_gradient(items, target_I)
 
     def save(self, directory: Path) -> None:
         """Write adapters, optimiser, counters and random states into a directory that exists."""
@@ -145,7 +153,7 @@ class Training:
             self.policy.follow(decay=0.0)
         moments, counters = read_state(directory / STATE, self.policy.device)
         try:
-            load_state_tensors(self.optimizer, self.parameters, moments)
+            load_state_tensors(self.optimizer, self.parameters, self.policy.of_text(moments))
             for name in _COUNTERS:
                 setattr(self, name, counters[name])
             self.spread.load_state_dict(counters["spread"])
@@ -171,12 +179,34 @@ def read_state(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dic
     return tensors, counters
 
 
+def ready_info(policy: Policy, spec: WorkerSpec) -> dict[str, Any]:
+    """Return the facts that a learner sends with `Ready`.
+
+    The bytes are those of one adapter version and of the base. `position_limit`: of a sequence.
+    """
+    return {
+        "adapter_bytes": policy.adapter_bytes,
+        "lora_parameters": sum(parameter.numel() for parameter in policy.parameters.values()),
+        "base_parameters": policy.num_base_parameters,
+        "base_bytes": policy.base_bytes,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "device": spec.device,
+        "threads": spec.threads,
+        "vocab_size": policy.vocab_size,
+        "position_limit": policy.position_limit,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
+
+
 class Update:
     """One update: the items that fit, its metrics, and the reason if it is skipped."""
 
     def __init__(self, training: Training, items: Sequence[TrainItem]) -> None:
         """Check and select the items. Raises RequestError for items that are damaged."""
         self._started = time.perf_counter()
+        training.optimizer.zero_grad(set_to_none=True)  # an update that ran out of memory may have left some
         check(items, training.policy.vocab_size)
         self.fitted = fit(items, training.config.max_train_len)
         self.items = self.fitted.items
@@ -199,10 +229,12 @@ class Update:
     def weigh(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], Floats]:
         """Return the update's items with the critic's advantages as rewards, and the critic's targets.
 
-        All of `items` take part: a step that is too long to train on still passes later rewards on to earlier ones.
+        Without a critic the items stay as they are. All of `items` take part: a step that is too long to train on still
+        passes later rewards on to earlier ones.
         """
         training, config, kept = self._training, self._training.config, self.fitted.kept
-        assert training.critic is not None
+        if training.critic is None:
+            return self.items, np.zeros(len(self.items))
         value_I = training.critic.estimate(items)
         advantage_I, target_I = estimate_advantages(items, value_I, config.gamma, config.gae_lambda)
         weight_I = policy_weights(items, advantage_I, config.gamma, config.normalize_adv, training.spread)
@@ -213,23 +245,6 @@ class Update:
         weighed = [replace(item, reward=float(weight)) for item, weight in zip(self.items, weight_I, strict=True)]
         return weighed, target_I
 
-    @contextlib.contextmanager
-    def steps(self, several: bool = False) -> Iterator[None]:
-        """Take the update's steps in the body; on exit no gradient is left.
-
-        `several`: if one of them is not finite, or the body raises, all are undone.
-        """
-        optimizer = self._training.optimizer
-        before = Snapshot.take(optimizer) if several else None
-        is_complete = False
-        try:
-            yield
-            is_complete = self.skipped is None
-        finally:
-            optimizer.zero_grad(set_to_none=True)
-            if before is not None and not is_complete:
-                before.restore()
-
     def step(self, trained: Trained, value_loss: float | None = None) -> bool:
         """Take one optimiser step with the gradients of all ranks.
 
@@ -237,6 +252,8 @@ class Update:
         stepped, because AdamW also moves by momentum and weight decay.
         """
         training, limit = self._training, self._training.config.gradient_clipping
+        if not isinstance(trained, Trained):
+            raise ConfigError(f"algorithm: add_gradient must return a Trained; it returned {trained!r:.99}")
         distributed.sum_gradients(training.parameters.values())
         trained.gather()
         # clip_grad_norm_ returns the norm from before the clipping.
@@ -248,6 +265,7 @@ class Update:
         self._steps.append(numbers)
         if not all(map(math.isfinite, numbers.values())):
             self.skipped = "not finite: " + ", ".join(f"{name} {number:g}" for name, number in numbers.items())
+            training.optimizer.zero_grad(set_to_none=True)
             return False
         if norm == 0 or training.is_warming_up:  # the optimiser steps over parameters without a gradient
             for parameter in training.policy.parameters.values():
@@ -263,7 +281,15 @@ class Update:
         return fmean(step["loss"] for step in self._steps)
 
     def report(self, trained: Trained) -> None:
-        """Add the metrics of the items' tokens before the update, and of its steps."""
+        """Add the metrics of the items' tokens before the update, and of its steps.
+
+        Raises ConfigError if an item was left out, because the rows of the others would then count without it.
+        """
+        if missing := len({*range(len(self.items))} - {*trained.rows}):
+            raise ConfigError(
+                f"{missing} of {len(self.items)} items were not added to the reported `Trained`: give all of them to "
+                "policy.micro_batches and each batch to trained.add; an item of weight 0 has no gradient"
+            )
         training, config, steps = self._training, self._training.config, self._steps
         logp_N = trained.logp_N.float().cpu()
         self._logprobs = [logp.numpy() for logp in trained.per_item(logp_N, self.items)]
@@ -297,3 +323,60 @@ class Update:
             logprobs=self.fitted.spread(self._logprobs) if self._logprobs else (),
             advantages=self.advantages_of_critic,
         )
+
+
+def make_optimizer(groups: Sequence[tuple[Parameters, float]], config: LearnerConfig) -> Optimizer:
+    """Return an optimizer of `groups`: parameters, and their learning rate."""
+    settings = [{"params": list(parameters.values()), "lr": learning_rate} for parameters, learning_rate in groups]
+    if config.optimizer == "adamw":
+        return AdamW(settings, weight_decay=config.weight_decay)
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit(settings, weight_decay=config.weight_decay)
+    return optimizer
+
+
+def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, Tensor]:
+    """Return the state by `exp_avg/<parameter's name>` and so on, on the CPU; an integer becomes a tensor of int64.
+
+    parameters: all of the optimizer's, in the order of its groups.
+    """
+    return {
+        f"{key}/{name}": torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_state_tensors(optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, Tensor]) -> None:
+    """Restore the state that `state_tensors` returned."""
+    state: dict[int, dict[str, Any]] = {}
+    indices = {name: index for index, name in enumerate(parameters)}
+    for name, tensor in tensors.items():
+        key, _, parameter_name = name.partition("/")
+        value = int(tensor) if tensor.dtype == torch.int64 else tensor
+        state.setdefault(indices[parameter_name], {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup: int) -> float:
+    """Return the factor of the learning rate after `step` of `num_steps` updates.
+
+    It rises by equal amounts in the first `warmup` updates, is 1 in the next one, and then follows the schedule, which
+    would reach 0 after `num_steps`.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(num_steps - warmup, 1))
+    if schedule == "linear":
+        return 1 - progress
+    return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1.0
+
+
+def adapted_coefficient(coefficient: float, entropy: float, start: float, target: float) -> float:
+    """Return the next coefficient: larger if the entropy is below its target, smaller if it is above.
+
+    Its logarithm changes by `RATE` times the relative error, which counts as 1 at most.
+    """
+    error = max(-1.0, min(1.0, (target - entropy) / target))
+    return max(start / RANGE, min(start * RANGE, coefficient * math.exp(RATE * error)))

@@ -1,6 +1,6 @@
 """Data gathered per micro-batch while a gradient is computed, and the metrics derived from it.
 
-Knows nothing of optimisers or of the loss's formula.
+Also the histograms of an update, in few buckets. Knows nothing of optimisers or of the loss's formula.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unstable_lite.learner import distributed, losses
+from unstable_lite.learner import UpdateResult, distributed, losses
 from unstable_lite.learner.batching import MicroBatch
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Histogram, TrainItem
+
+BUCKETS = 30
+"""Number of buckets of a histogram. It does not depend on the size of the batch."""
 
 
 @dataclass(slots=True)
@@ -122,3 +126,31 @@ class Trained:
         """Return how far the policy had moved in clipped steps, each token at its own; empty without a step."""
         limits = clip_range, clip_range_high
         return losses.clipping_metrics(self.logp_N, self.reference_logp_N, *limits) if self._tokens else {}
+
+
+def histograms_of(
+    items: Sequence[TrainItem], result: UpdateResult, importance_weight_cap: float
+) -> tuple[Histogram, ...]:
+    """Return the histograms of the trained items.
+
+    Importance weights are those of single tokens, truncated at the cap, regardless of the loss's level and mode. They
+    are left out if the learner returned no log-probabilities.
+    """
+    reported = [(item, logp) for item, logp in zip(items, result.logprobs, strict=False) if len(logp)]
+    trained = [item for item, _ in reported] or list(items)
+    spread = [
+        _histogram("advantage", np.asarray(result.advantages or [item.reward for item in trained])),
+        _histogram("completion_tokens", np.asarray([len(item.completion_ids) for item in trained])),
+    ]
+    if reported:
+        log_ratio = np.concatenate([logp - item.logprobs[: len(logp)] for item, logp in reported])
+        # Capped twice: the exponential of a large ratio overflows, and that of the cap's logarithm may exceed the cap.
+        weights = np.minimum(np.exp(np.minimum(log_ratio, np.log(importance_weight_cap))), importance_weight_cap)
+        spread.append(_histogram("importance_weight", weights, (0.0, importance_weight_cap)))
+    return tuple(spread)
+
+
+def _histogram(name: str, values: npt.NDArray[np.generic], between: tuple[float, float] | None = None) -> Histogram:
+    """Count `values` in buckets. `between`: the outermost edges; default: the least and the greatest value."""
+    counts, edges = np.histogram(values[np.isfinite(values.astype(np.float64))], BUCKETS, between)
+    return Histogram(name=name, edges=tuple(edges.tolist()), counts=tuple(counts.tolist()))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +25,14 @@ import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
+from unstable_lite.errors import ConfigError, NoRoomError, RequestError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
-from unstable_lite.learner.frozen_adapters import read_parameters
-from unstable_lite.learner.histograms import histograms_of
-from unstable_lite.learner.past_adapters import PastAdapters
-from unstable_lite.learner.ready_info import ready_info
+from unstable_lite.learner.critic import ROWS_WITHOUT_GRADIENT
+from unstable_lite.learner.other_adapters import PastAdapters, read_parameters
+from unstable_lite.learner.training import ready_info
+from unstable_lite.learner.training_stats import histograms_of
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
@@ -51,16 +51,15 @@ from unstable_lite.transport.messages import (
     WriteAdapter,
 )
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
-from unstable_lite.types import Histogram, LearnerLogprobs, Logprobs, TrainItem
+from unstable_lite.types import Histogram, TrainItem
 
 CHECK_EVERY = 10
 """Number of updates between two checks that all ranks hold the same adapter and critic."""
 GROW_EVERY = 20
 """Number of updates between two attempts to double micro-batches that were halved when memory ran out."""
-OOM_ADVICE = (
-    "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
-    "it more memory"
-)
+OOM_ADVICE = "lower learner.max_train_len, set learner.activation_checkpointing = true, or leave it more memory"
+
+Request = Update | WriteAdapter | Score | ScoreAnswers | SaveLearner | LoadLearner
 
 log = logging.getLogger(__name__)
 
@@ -108,121 +107,115 @@ class _Worker:
         self._answers = AnswerScores(self._policy, config)
         self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
+        self._requests: dict[type[Message], Callable[[Any], Message]] = {
+            Update: self._update,
+            WriteAdapter: self._begin,
+            Score: self._score,
+            ScoreAnswers: self._score_answers,
+            SaveLearner: self._save,
+            LoadLearner: self._load,
+        }
 
     def answer(self, message: Message) -> Message:
-        assert isinstance(message, (Update, WriteAdapter, Score, ScoreAnswers, SaveLearner, LoadLearner)), message
-        started = time.perf_counter()
+        """Carry out a request, with the other ranks if necessary, and return the reply."""
+        assert isinstance(message, Request), message
+        newest, made = self.learner.training.version, self._made
         try:
-            if isinstance(message, Update):
-                return self._update(message)
-            if isinstance(message, (Score, ScoreAnswers)) and self._policy.is_sharded:
-                distributed.broadcast(message)
-            if isinstance(message, Score):
-                return Scored(request_id=message.request_id, logprobs=tuple(self._score(message)))
-            if isinstance(message, ScoreAnswers):
-                return AnswersScored(request_id=message.request_id, logprobs=self._score_answers(message))
-            if isinstance(message, WriteAdapter):
-                distributed.broadcast(message)
-                self._begin_at(message.version)
+            if isinstance(message, Update) and made is not None and message.version == newest:
+                # Its adapter had no room.
                 digest = self._write_adapter(message.path)
-                seconds = time.perf_counter() - started
-                return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
-            if isinstance(message, SaveLearner):
-                self._save(Path(message.path))
-                return Done(request_id=message.request_id)
-            distributed.broadcast(message)
-            self._load(Path(message.path))
-            return Done(request_id=message.request_id)
+                return Updated(request_id=message.request_id, metrics=made, skipped=None, digest=digest)
+            if isinstance(message, WriteAdapter | LoadLearner):
+                distributed.broadcast(message)
+            return self._requests[type(message)](message)
         except RequestError as error:
-            is_no_room = isinstance(error, NoRoomError)
-            return Failed(request_id=message.request_id, error=str(error), is_no_room=is_no_room)
+            return Failed(request_id=message.request_id, error=str(error), is_no_room=isinstance(error, NoRoomError))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             reason = f"{self._policy.device} is out of memory: {OOM_ADVICE} ({error})"
-            if self._policy.is_sharded:
-                raise UnstableError(reason) from error
         _free_memory()
         return Failed(request_id=message.request_id, error=reason)
 
     def follow(self) -> None:
-        """Carry out the messages that rank 0 forwards, until `Stop`.
-
-        An invalid request fails on every rank, and rank 0 replies.
-        """
+        """Carry out the messages that rank 0 forwards, until `Stop`; rank 0 alone replies and writes files."""
         while not isinstance(message := distributed.receive(), Stop):
-            if isinstance(message, Update):
-                with contextlib.suppress(RequestError):
-                    if self._policy.is_sharded:
-                        self._mismatch(message.items, message.version)
-                    self._make(message)
-            elif isinstance(message, Score):
-                with contextlib.suppress(RequestError):
-                    self._score(message)
-            elif isinstance(message, ScoreAnswers):
-                self._score_answers(message)
-            elif isinstance(message, WriteAdapter):
-                self._begin_at(message.version)
-            else:
-                assert isinstance(message, LoadLearner), message
-                self._load(None)
+            with contextlib.suppress(RequestError):  # it fails on every rank
+                self._requests[type(message)](message)
 
-    def _begin_at(self, version: int) -> None:
+    def _begin(self, message: WriteAdapter) -> AdapterDigest:
+        started = time.perf_counter()
+        self._continue_from(message.version)
+        digest = self._write_adapter(message.path)
+        return AdapterDigest(request_id=message.request_id, seconds=time.perf_counter() - started, digest=digest)
+
+    def _continue_from(self, version: int) -> None:
         """Name the adapter that training continues from."""
         self.learner.training.version = version
         self.past_adapters.hold(version)
 
-    def _score(self, message: Score) -> list[LearnerLogprobs]:
-        """Score the items. With a sharded base every rank is called. Raises RequestError for an unfit adapter."""
+    def _score(self, message: Score) -> Scored:
+        """Score the items. Raises RequestError for an unfit adapter."""
         policy = self._policy
         parameters = None if message.adapter is None else read_parameters(Path(message.adapter), policy)
-        return self._within_memory(map(length, message.items), partial(policy.score, message.items, parameters))
+        scored = self._pass(map(length, message.items), partial(policy.score, message.items, parameters))
+        return Scored(request_id=message.request_id, logprobs=tuple(scored))
 
-    def _score_answers(self, message: ScoreAnswers) -> tuple[Logprobs, ...]:
+    def _score_answers(self, message: ScoreAnswers) -> AnswersScored:
         sizes = (len(prompt) + max(map(len, texts), default=0) for prompt, texts in message.questions)
-        scored = self._within_memory(sizes, partial(self._answers.score, message.questions, message.stop))
+        scored = self._pass(sizes, partial(self._answers.score, message.questions, message.stop))
         _free_memory()  # engines that sleep on this device wake now
-        return tuple(logp.numpy().astype(np.float32) for logp in scored)
+        logprobs = tuple(logp.numpy().astype(np.float32) for logp in scored)
+        return AnswersScored(request_id=message.request_id, logprobs=logprobs)
 
-    def _within_memory(self, lengths: Iterable[int], score: Callable[[], T]) -> T:
-        """Return `score()`, a pass over sequences of at most `lengths`; if memory runs out, in smaller micro-batches.
-
-        Memory may run out, because no update has determined the fitting size yet. Later passes begin with the old size.
-        """
+    def _pass(self, lengths: Iterable[int], score: Callable[[], T]) -> T:
+        """Return `score()`, a pass over sequences of at most `lengths`. Later passes begin with the old size."""
         policy, sizes = self._policy, list(lengths)
-        longest, limit = max(sizes, default=0), policy.max_tokens_per_micro_batch
-        policy.max_tokens_per_micro_batch = min(limit, longest * len(sizes))
+        limit, longest = policy.max_tokens_per_micro_batch, max(sizes, default=0)
+        policy.max_tokens_per_micro_batch = min(limit, max(1, longest * len(sizes)))
         try:
-            while True:
-                try:
-                    return score()
-                except (RuntimeError, MemoryError) as error:
-                    is_smallest = policy.max_tokens_per_micro_batch <= longest
-                    if policy.is_sharded or is_smallest or not is_out_of_memory(error):
-                        raise
-                _free_memory()
-                policy.max_tokens_per_micro_batch = max(longest, policy.max_tokens_per_micro_batch // 2)
+            return self._within_memory(longest, len(sizes), score)
         finally:
             policy.max_tokens_per_micro_batch = limit
 
+    def _within_memory(
+        self, longest: int, num_rows: int, attempt: Callable[[], T], undo: Callable[[], None] | None = None
+    ) -> T:
+        """Return `attempt()`; if memory runs out, `undo` it and repeat it in micro-batches of half the size.
+
+        longest: most tokens of a sequence. num_rows: most sequences of a micro-batch. Raises RequestError if
+        micro-batches of one sequence do not fit.
+        """
+        policy = self._policy
+        while True:
+            try:
+                return attempt()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            _free_memory()
+            if undo is not None:
+                undo()
+            largest = min(policy.max_tokens_per_micro_batch, longest * num_rows)
+            if largest <= longest:
+                raise RequestError(
+                    f"{policy.device} is out of memory for one sequence of {longest} tokens: {OOM_ADVICE} ({reason})"
+                )
+            policy.max_tokens_per_micro_batch = max(longest, largest // 2)
+            log.warning(
+                "out of memory (%s): trying max_tokens_per_micro_batch = %d", reason, policy.max_tokens_per_micro_batch
+            )
+
     def _update(self, message: Update) -> Updated:
-        if self._made is not None and message.version == self.learner.training.version:  # its adapter had no room
-            digest = self._write_adapter(message.path)
-            return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
-        is_sharded = self._policy.is_sharded
-        if is_sharded:  # all ranks take part in the measurement
-            distributed.broadcast(message)
         mismatch = self._mismatch(message.items, message.version)
-        if not is_sharded:
-            distributed.broadcast(message)
+        distributed.broadcast(message)
         result = self._make(message)
         result = replace(result, metrics=result.metrics | mismatch)
         digest, histograms = "", tuple[Histogram, ...]()
         if result.skipped is None:
             self._made = result.metrics
-            if not message.is_published:
-                shutil.rmtree(message.path, ignore_errors=True)  # left behind by a process that died
-            digest = self._write_adapter(message.path)
+            digest = self._write_adapter(message.path, is_new=not message.is_published)
             histograms = histograms_of(message.items, result, self._config.learner.importance_weight_cap)
         return Updated(
             request_id=message.request_id,
@@ -234,48 +227,37 @@ class _Worker:
         )
 
     def _make(self, message: Update) -> UpdateResult:
-        """Make the update, or repeat one whose adapter engines hold already."""
-        result = self._update_within_memory(message.items, message.version)
+        """Make the update, again if memory runs out, or repeat one whose adapter engines hold already."""
+        policy, config, items, version = self._policy, self._config.learner, message.items, message.version
+        if version % GROW_EVERY == 0:  # one unusual batch may have been the reason for halving them
+            policy.max_tokens_per_micro_batch = min(
+                config.max_tokens_per_micro_batch, 2 * policy.max_tokens_per_micro_batch
+            )
+        most_rows = config.mini_batch_size or sys.maxsize
+        if self.learner.training.critic is not None:
+            most_rows = max(most_rows, ROWS_WITHOUT_GRADIENT)
+        longest = max(map(length, fit(items, config.max_train_len).items or items), default=0)
+        update = partial(self._update_as_one, items, version)
+        result = self._within_memory(longest, min(most_rows, len(items)), update, self._count_and_undo)
+        if result.skipped is not None:
+            self._undo()
+        if self._config.engine.when_shared == "sleep":  # an engine needs the device's memory now
+            _free_memory()
         if message.is_published:  # a GPU does not repeat an update bit for bit
             if result.skipped is not None:
-                log.warning("update %d, repeated, was skipped (%s): its moments stay", message.version, result.skipped)
+                log.warning("update %d, repeated, was skipped (%s): its moments stay", version, result.skipped)
             with distributed.broadcast_directory(Path(message.path)) as adapter:
-                self._policy.load_adapter(adapter)
-            self._begin_at(message.version)
-        return result
+                policy.load_adapter(adapter)
+            self._continue_from(version)
+        memory_metrics = {
+            "oom_retries": float(self._oom_retries),
+            "max_tokens_per_micro_batch": float(policy.max_tokens_per_micro_batch),
+        }
+        return replace(result, metrics=result.metrics | memory_metrics)
 
-    def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """Make the update; if memory runs out, repeat it from its start in micro-batches of half the size.
-
-        With a sharded base this raises UnstableError instead, because the other ranks wait for this one within a pass.
-        """
-        is_sharded = self._policy.is_sharded
-        self._grow_micro_batches(version)
-        while True:
-            try:
-                with contextlib.nullcontext() if is_sharded else distributed.all_ranks_or_none():
-                    result = self._update_as_one(items, version)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-                if is_sharded:
-                    where = f"{self._policy.device}, which holds a part of the base, is out of memory"
-                    advice = f"lower learner.max_tokens_per_micro_batch, or {OOM_ADVICE}"
-                    raise UnstableError(f"{where}: {advice} ({reason})") from error
-            else:
-                if result.skipped is not None:
-                    self._undo()
-                if self._config.engine.when_shared == "sleep":  # an engine needs the device's memory now
-                    _free_memory()
-                memory_metrics = {
-                    "oom_retries": float(self._oom_retries),
-                    "max_tokens_per_micro_batch": float(self._policy.max_tokens_per_micro_batch),
-                }
-                return replace(result, metrics=result.metrics | memory_metrics)
-            _free_memory()
-            self._halve_micro_batches(items, reason)
-            self._undo()
+    def _count_and_undo(self) -> None:
+        self._oom_retries += 1
+        self._undo()
 
     def _undo(self) -> None:
         """Restore the state before the update on every rank, so that the saved state is always the learner's."""
@@ -283,25 +265,26 @@ class _Worker:
             self.learner.training.load(before)
 
     def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """Make one update.
+        """Make one update, on all ranks or none.
 
         Raises ConfigError for an algorithm that gives each rank a different adapter, or returns no UpdateResult: a
         restart would not help.
         """
         name, num_sums = type(self.learner).__name__, distributed.num_sums()
-        self._policy.draw_apart(version)
-        result = checked(name, self.learner.update(items, version))
-        if distributed.num_ranks() > 1 and result.skipped is None:
-            if distributed.num_sums() == num_sums:
-                raise ConfigError(
-                    f"{name} does not call ranks.sum_gradients before its step, so that learner ranks would learn "
-                    "different adapters; use one entry in learner.devices"
-                )
-            if version % CHECK_EVERY == 1:
-                distributed.check_alike(self.learner.training.parameters)
-        if result.skipped is None:
-            self.past_adapters.hold(version)
-        return result
+        with distributed.all_ranks_or_none():
+            self._policy.draw_apart(version)
+            result = checked(name, self.learner.update(items, version))
+            if distributed.num_ranks() > 1 and result.skipped is None:
+                if distributed.num_sums() == num_sums:
+                    raise ConfigError(
+                        f"{name} does not call ranks.sum_gradients before its step, so that learner ranks would learn "
+                        "different adapters; use one entry in learner.devices"
+                    )
+                if version % CHECK_EVERY == 1:
+                    distributed.check_alike(self.learner.training.parameters)
+            if result.skipped is None:
+                self.past_adapters.hold(version)
+            return result
 
     def _mismatch(self, items: Sequence[TrainItem], version: int) -> dict[str, float]:
         """Measure the mismatch of engines and learner on a sample of the batch, before update `version`.
@@ -314,43 +297,16 @@ class _Worker:
         fitted = fit(items, self._config.learner.max_train_len).items
         logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
         for past, own in self.past_adapters.sample(fitted, version).items():
-            logp += self._within_memory(map(length, own), partial(policy.logprobs_with, self.past_adapters[past], own))
+            logp += self._pass(map(length, own), partial(policy.logprobs_with, self.past_adapters[past], own))
             behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
         return losses.mismatch_metrics(torch.cat(logp), torch.cat(behaviour_logp))
 
-    def _grow_micro_batches(self, version: int) -> None:
-        """Double halved micro-batches at every GROW_EVERY-th version: one unusual batch may have been the reason."""
-        policy, configured = self._policy, self._config.learner.max_tokens_per_micro_batch
-        if version % GROW_EVERY == 0 and policy.max_tokens_per_micro_batch < configured:
-            policy.max_tokens_per_micro_batch = min(configured, 2 * policy.max_tokens_per_micro_batch)
-            log.info("update %d tries max_tokens_per_micro_batch = %d", version, policy.max_tokens_per_micro_batch)
-
-    def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
-        """Halve the micro-batches. Raises RequestError if they hold one sequence already."""
-        config, policy = self._config.learner, self._policy
-        longest = max(map(length, fit(items, config.max_train_len).items or items))
-        most_rows = config.mini_batch_size or sys.maxsize
-        if self.learner.training.critic is not None:
-            most_rows = max(most_rows, config.infer_mini_batch_size)
-        most_rows = min(most_rows, len(items))
-        largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)
-        if largest <= longest:
-            raise RequestError(
-                f"{policy.device} is out of memory for one sequence of {longest} tokens: {OOM_ADVICE} ({reason})"
-            )
-        policy.max_tokens_per_micro_batch = max(longest, largest // 2)
-        self._oom_retries += 1
-        log.warning(
-            "out of memory (%s): the update restarts with max_tokens_per_micro_batch = %d",
-            reason,
-            policy.max_tokens_per_micro_batch,
-        )
-
-    def _save(self, path: Path) -> None:
+    def _save(self, message: SaveLearner) -> Done:
         """Save the whole state or nothing; a process that replaces this one continues from it.
 
         With a sync schedule it has the past adapters too, so that a resumed run measures the same mismatch.
         """
+        path = Path(message.path)
         shutil.rmtree(path, ignore_errors=True)  # left behind by a process that died
         with peft_files.new_directory(path, 3 * self._policy.adapter_bytes) as unfinished:
             self.learner.training.save(unfinished)
@@ -358,16 +314,25 @@ class _Worker:
                 self.past_adapters.save(unfinished)
             (unfinished / UPDATED).write_text(json.dumps(self._made))
         self._state = path
+        return Done(request_id=message.request_id)
 
-    def _write_adapter(self, path: str) -> str:
-        """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""
+    def _write_adapter(self, path: str, is_new: bool = False) -> str:
+        """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds.
+
+        is_new: whether a directory at `path` was left behind by a process that died. Only rank 0 writes.
+        """
+        if distributed.rank():
+            return ""
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
         tensors, config = self._policy.adapter_state()
         if not Path(path).exists():  # a process may have died just after it wrote it
             peft_files.write_adapter(Path(path), tensors, config)
         return peft_files.digest_of(config, peft_files.serialized(tensors))
 
-    def _load(self, directory: Path | None) -> None:
-        """Continue from a state, with the result of the update that made it. `directory`: on rank 0."""
+    def _load(self, message: LoadLearner) -> Done:
+        """Continue from a state, with the result of the update that made it. Only rank 0 reads its files."""
+        directory = None if distributed.rank() else Path(message.path)
         with distributed.broadcast_directory(directory) as state:
             self.learner.training.load(state)
             self.past_adapters.load(state)
@@ -378,6 +343,7 @@ class _Worker:
         if self._made is not None:  # its predecessor found the size that fits this machine's memory
             self._oom_retries = int(self._made["oom_retries"])
             self._policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
+        return Done(request_id=message.request_id)
 
 
 def checked(algorithm: str, result: object) -> UpdateResult:

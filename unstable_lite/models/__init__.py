@@ -1,12 +1,16 @@
-"""Resolve a `model_name` to a model directory."""
+"""Resolve a `model_name` to a model directory, and read its small files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.errors import ModelError
+import msgspec
+
+from unstable_lite.errors import ModelError, UnstableError, is_out_of_memory
 from unstable_lite.models.gguf_cache import SUFFIX, converted
 
 BUILTIN = {
@@ -51,6 +55,36 @@ def chat_template(model: Path) -> str:
     return "".join([*texts, str((config.is_file() and read_json(config).get("chat_template")) or "")])
 
 
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] | None = None
+
+
+class TokenizerFile(msgspec.Struct):
+    """The parts of a tokenizer.json that the package reads: the merges, most of its megabytes, are skipped."""
+
+    model: _Vocabulary | None = None
+    added_tokens: list[Any] | None = None
+    post_processor: Any = None
+
+
+def read_tokenizer(path: Path) -> TokenizerFile:
+    """Return the vocabulary and the added tokens of a tokenizer.json. Raises ModelError if it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; is the model's download complete?") from error
+
+
+def added_tokens(model: Path) -> set[str]:
+    """Return the added tokens of a model's tokenizer, which no other text is part of; none without tokenizer.json.
+
+    Raises ModelError if the file cannot be read.
+    """
+    file = model / "tokenizer.json"
+    tokens = (read_tokenizer(file).added_tokens if file.is_file() else None) or []
+    return {str(token.get("content")) for token in tokens if isinstance(token, dict)}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a model's file. Raises ModelError if it cannot be read."""
     try:
@@ -60,3 +94,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ModelError(f"{path} is not a JSON object")
     return table
+
+
+@contextlib.contextmanager
+def model_errors(path: str | Path, event: str = "cannot be loaded", advice: str = "") -> Iterator[None]:
+    """Raise ModelError, which names `path` and `event`, for any exception except ours and memory that runs out."""
+    try:
+        yield
+    except UnstableError:
+        raise
+    except Exception as error:  # these libraries, and the code of a remote model, may raise anything
+        if is_out_of_memory(error):
+            raise
+        remedy = f"\n({advice})" if advice else ""
+        raise ModelError(f"{path} {event}: {type(error).__name__}: {error}{remedy}") from error

@@ -1,7 +1,7 @@
 """Convert a GGUF file once, into a model directory below the user's cache.
 
 The cache key contains a hash of the file's content, so a changed file is converted again. The conversion needs torch,
-so it runs in its own process (convert_gguf.py); nothing here loads torch or transformers.
+so it runs in its own process (loading.py); nothing here loads torch or transformers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from pathlib import Path
 from unstable_lite.errors import ModelError
 
 SUFFIX = ".gguf"
+STRING, ARRAY = 8, 9
+SIZES = dict(enumerate((1, 1, 2, 2, 4, 4, 4, 1, 0))) | dict.fromkeys((10, 11, 12), 8)
+"""Bytes of a value by its type in GGUF. A string begins with its length; arrays of arrays are not in use."""
 ABANDONED_S = 24 * 3600
 """Age in seconds from which an unfinished directory is removed. No conversion takes as long."""
 
@@ -53,7 +56,9 @@ def converted(path: Path, may_convert: bool = True) -> Path:
             prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
         ) as unfinished:
             print(f"converting {path} to {target}, once", file=sys.stderr)  # noqa: T201
-            _convert(path, Path(unfinished))
+            _check_lengths(path)
+            if reason := run_alone("convert", str(path.resolve()), unfinished):
+                raise ModelError(f"{path} cannot be converted: {reason}")
             try:
                 Path(unfinished).rename(target)
             except OSError:
@@ -64,25 +69,54 @@ def converted(path: Path, may_convert: bool = True) -> Path:
     return target
 
 
-def _convert(source: Path, target: Path) -> None:
-    """Run convert_gguf.py. Raises ModelError with the last line of its traceback if it fails."""
+def _check_lengths(path: Path) -> None:
+    """Raise ModelError if the header of a GGUF file declares more than the file holds: its reader would not end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        is_big_endian = file.read(8)[4:6] == b"\0\0"  # the version, a small number, follows "GGUF"
+
+        def skip(length: int) -> None:
+            if length > (left := size - file.tell()):
+                lengths = f"its header declares {length} bytes, and {left} are left"
+                raise ModelError(f"{path} is damaged, or not a GGUF file: {lengths}")
+            file.seek(length, os.SEEK_CUR)
+
+        def number(length: int = 8) -> int:
+            if len(content := file.read(length)) < length:
+                skip(length)
+            return int.from_bytes(content, "big" if is_big_endian else "little")
+
+        num_tensors, num_keys = number(), number()
+        for _ in range(num_keys):
+            skip(number())
+            kind, length = number(4), 1
+            if kind == ARRAY:
+                kind, length = number(4), number()
+            for _ in range(length if kind == STRING else 0):
+                skip(number())
+            skip(length * SIZES.get(kind, size + 1))
+        for _ in range(num_tensors):
+            skip(number())
+            skip(8 * number(4) + 12)
+
+
+def run_alone(*arguments: str) -> str:
+    """Run loading.py, which loads torch, in a process of its own; return the last line of its stderr if it fails."""
     process = subprocess.run(
-        [sys.executable, "-m", "unstable_lite.models.convert_gguf", str(source.resolve()), str(target)],
+        [sys.executable, "-m", "unstable_lite.models.loading", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
         # As for a worker: it can import the modules that this process can, but gets no API keys.
-        # The file contains everything else that it needs, so it contacts no hub.
+        # It needs nothing but files of this machine, so it contacts no hub.
         env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
         | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
     )
-    if process.returncode:
-        lines = process.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"the conversion ended with code {process.returncode}"
-        if process.returncode < 0:
-            reason = f"the conversion was ended by signal {-process.returncode}; is there enough memory?"
-        raise ModelError(f"{source} cannot be converted: {reason}")
+    if process.returncode < 0:
+        return f"its process was ended by signal {-process.returncode}; is there enough memory?"
+    lines = process.stderr.strip().splitlines() or [f"its process ended with code {process.returncode}"]
+    return lines[-1] if process.returncode else ""
 
 
 def _cache() -> Path:

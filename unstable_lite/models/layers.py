@@ -1,14 +1,17 @@
-"""Layers that the embedded engine does not compute, read from a model's config.json.
+"""Layers that the embedded engine does not compute, and the longest sequence that a model's positions support.
 
-`check` reads them before a run starts, the engine before it loads the model. Loads neither torch nor transformers.
+Both are read from its config. Loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unstable_lite.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 ADVICE = "take another model, or engine.kind = 'vllm'"
 
@@ -24,6 +27,7 @@ OTHER_TYPES = frozenset(
 """Types of layers that keep anything else than a key and a value of each token."""
 RECURRENT_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_value_heads")
 """Keys of models whose first layer is recurrent if they list no types."""
+NO_LIMIT = 1 << 62
 
 
 def check_layers(path: str, model: Mapping[str, Any], max_len: int) -> None:
@@ -64,3 +68,36 @@ def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, s
     for index, layer in others.items():
         if any(layer.get(key, text.get(key)) != text.get(key) for key in ("head_dim", "num_key_value_heads")):
             yield f"layer {int(index)} has keys of another size than others", ""
+
+
+def position_limit(config: Any) -> int:
+    """Return the number of tokens of the longest sequence that the model rotates alike in any batch."""
+    config = config.get_text_config()
+    return min(getattr(config, "max_position_embeddings", None) or NO_LIMIT, longrope_limit(config))
+
+
+def longrope_limit(config: Any) -> int:
+    """Return the number of tokens that a LongRoPE model rotates by its short factors; NO_LIMIT for other models.
+
+    Beyond it every token is rotated by the long factors, also earlier tokens: transformers decides for a whole pass by
+    its longest row, vLLM for a whole run by its max_model_len. Engine and learner agree only within this limit.
+    """
+    config = config.get_text_config()
+    table = getattr(config, "rope_parameters", None) or {}
+    # Some models have a table for each kind of layer.
+    ropes = [table, *(rope for rope in table.values() if isinstance(rope, dict))]
+    limits = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min(limits, default=NO_LIMIT)
+
+
+def longest_sequence(wanted: int, config: Any) -> int:
+    """Return `engine.max_model_len`, or less if the model's positions support less."""
+    limit = position_limit(config)
+    if wanted > limit == longrope_limit(config):
+        log.warning(
+            "engine.max_model_len = %d is reduced to %d: beyond it the model's LongRoPE rotates by other factors, "
+            "and engines and learner would not switch at the same token",
+            wanted,
+            limit,
+        )
+    return min(wanted, limit)

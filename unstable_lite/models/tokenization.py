@@ -6,9 +6,12 @@ weights.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -17,9 +20,18 @@ import tokenizers
 import transformers
 
 from unstable_lite.errors import ModelError
-from unstable_lite.games.templates import MARKUP, ChatTemplate, without_markup
-from unstable_lite.games.thinking import END_OF_THINKING
-from unstable_lite.models.detokenizer import IncrementalDetokenizer
+from unstable_lite.games.answers import (
+    END_OF_THINKING,
+    KNOWN_TAGS,
+    THINK,
+    Tags,
+    end_of_thinking,
+    find_tags,
+    without_thinking,
+)
+from unstable_lite.games.templates import AS_IS, MARKUP, TRIM, ChatTemplate, without_markup
+from unstable_lite.models import model_errors
+from unstable_lite.models.local_tokenizer import IncrementalDetokenizer
 from unstable_lite.transport.messages import Generate
 from unstable_lite.types import TokenIds
 
@@ -34,12 +46,16 @@ Not `[0]`, `[rock]` or a run of spaces: a tokenizer made for games may have move
 """
 
 
+_SAMPLE = """[GAME] "The board" {is} 100 % empty.\n\n  a  <b> & 'c' ä 🎲"""
+"""Observation with characters that a chat template may change."""
+ADVICE, ANSWER = "choose a template that brings its own markup", "ANSWER"
+_CLOCK = "{%% macro strftime_now(format) %%}%d{%% endmacro %%}"
+
+
 class Tokenizer:
     def __init__(self, model_path: str, trust_remote_code: bool = False) -> None:
-        try:
+        with model_errors(f"{model_path}: its tokenizer"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"{model_path}: no tokenizer can be loaded from it: {error}") from error
         if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
             raise ModelError(
                 f"{model_path}: its tokenizer has no fast (Rust) version; use a model with a tokenizer.json"
@@ -47,13 +63,17 @@ class Tokenizer:
         self._fast: tokenizers.Tokenizer = tokenizer.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
-        if not self._fast.encode("0").ids:
+        if not self._fast.encode("0", add_special_tokens=False).ids:
             # transformers makes an empty tokenizer if there is none.
             raise ModelError(f"{model_path}: its tokenizer returns no token for a text; is its tokenizer.json missing?")
         self._path, self._whole = model_path, tokenizer
-        self._bos: str | None = tokenizer.bos_token
+        self._prefix_ids = self._find_prefix()
+        prefix = "".join(self._fast.id_to_token(token_id) or "" for token_id in self._prefix_ids)
+        self._prefixes = tuple(filter(None, (AS_IS, tokenizer.bos_token, prefix)))
+        """Beginnings of a prompt to which nothing is added: the model has never seen its prefix twice."""
         self._eos_id: int | None = tokenizer.eos_token_id
-        self.stop_ids = frozenset(_stop_ids(model_path, tokenizer, trust_remote_code))
+        with model_errors(model_path):
+            self.stop_ids = frozenset(_stop_ids(model_path, tokenizer, trust_remote_code))
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         # No space can break a token of one character.
@@ -62,19 +82,55 @@ class Tokenizer:
             for token_id, token in added.items()
             if len(token.content) > 1 and (token.special or _CONTROL_LIKE.fullmatch(token.content))
         }
+        self._chat_template = ""
+        """Chat template for messages without tools; "" if there is none."""
+        with contextlib.suppress(ValueError):
+            self._chat_template = str(tokenizer.get_chat_template())
+        self._tags = find_tags(self._chat_template, self._control_ids)
+        self.has_special_tags = False
+        """Whether tags of thoughts are special tokens, which other detokenizers leave out."""
+        self._show(KNOWN_TAGS)
         self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)
         self.stop_ids_with = functools.cache(self._stop_ids_with)
+
+    def _find_prefix(self) -> list[int]:
+        """Return the ids that the tokenizer's post-processor puts before a text; it may also put some after it.
+
+        Raises ModelError if it changes the text itself.
+        """
+        bare: list[int] = self._fast.encode("0 1", add_special_tokens=False).ids
+        whole: list[int] = self._fast.encode("0 1").ids
+        starts = (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
+        if (start := next(starts, None)) is None:
+            raise ModelError(f"{self._path}: the post-processor of its tokenizer makes {whole} of the tokens {bare}")
+        return whole[:start]
+
+    def _show(self, thoughts: Iterable[Tags]) -> None:
+        """Make the special tokens of tags appear in the text of completions, because actions are read from it."""
+        encodings = self._fast.encode_batch_fast([tag for tags in thoughts for tag in tags], add_special_tokens=False)
+        ids = {token_id for encoding in encodings for token_id in encoding.ids} - {self._whole.unk_token_id}
+        if not (shown := {token for token, token_id in self._special_ids.items() if token_id in ids}):
+            return
+        state = json.loads(self._fast.to_str())
+        for token in state["added_tokens"]:
+            token["special"] &= token["content"] not in shown
+        self._fast = tokenizers.Tokenizer.from_str(json.dumps(state))
+        for token in shown:
+            del self._special_ids[token]
+        self.has_special_tags = True
 
     def prompt_ids(self, request: Generate) -> TokenIds:
         """Return the ids that a request asks to complete."""
         return self.encode(request.prompt) if request.prompt_ids is None else request.prompt_ids
 
+    def token(self, token_id: int) -> str | None:
+        return self._fast.id_to_token(token_id)
+
     def _encode(self, prompt: str) -> TokenIds:
-        # A template may already begin with this token, and the model has never seen it twice.
-        has_bos = self._bos is not None and prompt.startswith(self._bos)
+        prefix = [] if prompt.startswith(self._prefixes) else self._prefix_ids
         # Only the batch call does not also compute the characters of each token.
-        (encoding,) = self._fast.encode_batch_fast([prompt], add_special_tokens=not has_bos)
-        return np.array(encoding.ids, np.int32)
+        (encoding,) = self._fast.encode_batch_fast([prompt.removeprefix(AS_IS)], add_special_tokens=False)
+        return np.array([*prefix, *encoding.ids], np.int32)
 
     def _stop_ids_with(self, stop: tuple[str, ...]) -> frozenset[int]:
         """Return the model's end tokens and the stop strings that are a special token: none appears in the text."""
@@ -84,20 +140,28 @@ class Tokenizer:
         """Return the stop strings to search for in the text: those that are not a special token."""
         return [text for text in stop if text and text not in self._special_ids]
 
-    def prompts(self, chats: Sequence[ChatTemplate]) -> dict[str, Any]:
+    def prompts(self, chats: Sequence[ChatTemplate], own_tags: Sequence[Tags] = ()) -> dict[str, Any]:
         """Return the facts with which the orchestrator writes this model's prompts; see `templates.templates_for`.
 
         `special_tokens`: strings that no observation may contain; `chats`: by name, the text of each with the
-        placeholders still in it, and the stop strings that close an answer; `end_of_thinking`: ids that end a thinking
-        whose budget is spent. Raises ModelError if the tokenizer has no
-        chat template, or one that does not accept these messages, or makes a control token of broken markup.
+        placeholders still in it, and the stop strings that close an answer; `dated`: names of those with a date;
+        `chat_template`: the tokenizer's own; `end_of_thinking`: ids that end a thinking whose budget is spent;
+        `ends_of_thinking`: those for other tags, by text.
+
+        own_tags: tags of thoughts besides the model's. Raises ModelError if the tokenizer has no chat template, or one
+        that does not accept or changes these messages, or makes a control token of broken markup.
         """
         control_tokens = sorted(self._control_ids)
         self._check_breaking(control_tokens)
+        tags = [*filter(None, (self._tags, *own_tags, *(chat.tags for chat in chats)))]
+        self._show(tags)
         return {
             "special_tokens": control_tokens,
             "chats": {chat.name: self._lay_out(chat) for chat in chats},
+            "dated": [chat.name for chat in chats if self._is_dated(chat)],
+            "chat_template": self._chat_template,
             "end_of_thinking": self._continuation(".", END_OF_THINKING),
+            "ends_of_thinking": {end: self._continuation(".", end) for end in map(end_of_thinking, tags)},
         }
 
     def _check_breaking(self, control_tokens: list[str]) -> None:
@@ -116,47 +180,88 @@ class Tokenizer:
                     "tokenizer that keeps spaces and has no such token"
                 )
 
-    def conversation(self, messages: list[dict[str, str]], thinking: bool = True) -> tuple[str, tuple[str, ...]]:
-        """Return the prompt for the next answer in a conversation, and the stop strings that close the answer.
-
-        messages: `role` and `content` of each. Raises ModelError if the tokenizer has no chat template, or one that
-        does not accept these messages.
-        """
-        chat = ChatTemplate("conversation", "{observation}", thinking=thinking)
-        _, end_of_turn = self._lay_out(chat)
-        try:
-            return self._render(chat, messages), tuple(end_of_turn)
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise ModelError(f"the chat template of the model's tokenizer refuses these messages: {error}") from error
-
     def _lay_out(self, chat: ChatTemplate) -> list[Any]:
-        messages = [{"role": "user", "content": chat.user}]
-        system = [{"role": "system", "content": chat.system}] if chat.system else []
-        try:
-            try:
-                text = self._render(chat, system + messages)
-            except jinja2.TemplateError:
-                # Some models have no system role: its text then opens the user's message.
-                messages = [{"role": "user", "content": f"{chat.system}\n\n{chat.user}"}]
-                text = self._render(chat, messages)
-            answer = "ANSWER"
-            with_answer = self._render(chat, [*messages, {"role": "assistant", "content": answer}], is_prompt=False)
-        except (ValueError, jinja2.TemplateError) as error:
-            raise ModelError(
-                f"{self._path}: its tokenizer's chat template cannot lay out prompt_template {chat.name!r}: {error}. "
-                "Choose a template that brings its own markup"
-            ) from error
+        event = f"cannot lay out prompt_template {chat.name!r}"
+        with model_errors(f"{self._path}: its tokenizer's chat template", event, ADVICE):
+            messages = self._accepted(chat, _messages_of(chat))
+            text, unprompted = self._render(chat, messages), self._render(chat, messages, is_prompt=False)
+            with_answer = self._render(chat, [*messages, {"role": "assistant", "content": ANSWER}], is_prompt=False)
+            padded = self._render(chat, _filled(messages, "\t{observation}\t"))
+            own = self._whole.apply_chat_template(
+                _filled(messages), add_generation_prompt=True, enable_thinking=chat.thinking, return_dict=False
+            )
         if text.count("{observation}") != 1:
             raise ModelError(
                 f"{self._path}: its tokenizer's chat template shows the text of prompt_template {chat.name!r} not "
                 f"at all or not once: {text!r}"
             )
-        closing = with_answer.rpartition(answer)[2].lstrip()
-        return [text, [token for token in self._special_ids if closing.startswith(token)]]
+        (filled,) = _filled([{"content": self._as_is(text)}])
+        if (ours := self._encode(filled["content"]).tolist()) != own:
+            raise ModelError(
+                f"{self._path}: its tokenizer's chat template changes the text of prompt_template {chat.name!r}: a "
+                f"prompt would be laid out as the tokens {ours}, and the tokenizer's own are {own}; {ADVICE}"
+            )
+        closers = self._closers(chat, "" if text != unprompted else text, with_answer)
+        trims = [TRIM * (space not in padded) for space in ("\t{observation}", "{observation}\t")]
+        return [self._as_is(text).replace("{observation}", "{observation}".join(trims)), closers]
 
-    def _render(self, chat: ChatTemplate, messages: list[dict[str, str]], is_prompt: bool = True) -> str:
+    def _closers(self, chat: ChatTemplate, unprompted: str, with_answer: str) -> list[str]:
+        """Return the tokens that close an answer.
+
+        unprompted: the prompt if it does not ask for an answer, else empty. Raises ModelError if an answer has a header
+        then.
+        """
+        before, _, closing = with_answer.rpartition(ANSWER)
+        # Some templates move the system text to the last message, so only the text after the question is compared.
+        asked, header = (text.rpartition("{observation}")[2] for text in (unprompted, before))
+        num_shared = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, header, strict=False))])
+        tags = chat.tags or self._tags or THINK
+        markup = (without_thinking(header[num_shared:], tags) or "").strip()
+        if unprompted and markup and not chat.assistant.startswith(markup):
+            raise ModelError(
+                f"{self._path}: its tokenizer's chat template writes {header[num_shared:]!r} before an answer, but not "
+                "if it asks for one, so the model would have to write that first. Set assistant to this text in a "
+                f"template of [templates], or {ADVICE}"
+            )
+        # A mark that ends a thought does not end the answer.
+        ends = [token for token in self._control_ids if closing.lstrip().startswith(token)]
+        return [token for token in ends if token not in end_of_thinking(tags)]
+
+    def _as_is(self, text: str) -> str:
+        """Mark the text of a chat template that does not begin with the tokenizer's prefix: it gets none."""
+        return text if text.startswith(self._prefixes) or not self._prefix_ids else AS_IS + text
+
+    def _accepted(self, chat: ChatTemplate, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Return the messages, with the system text at the beginning of the user's if the model has no system role.
+
+        Its chat template then raises, or leaves the text out.
+        """
+        first, *others = messages
+        if first["role"] != "system" or not others:
+            return messages
+        content = first["content"].strip()
+        with contextlib.suppress(jinja2.TemplateError):
+            if self._render(chat, messages).count(content) > sum(one["content"].count(content) for one in others):
+                return messages
+        return [others[0] | {"content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
+
+    def _is_dated(self, chat: ChatTemplate) -> bool:
+        clocks = [_CLOCK % year + self._chat_template for year in (2001, 2092)]
+        messages = self._accepted(chat, _messages_of(chat))
+        try:
+            return len({self._render(chat, messages, template=clock) for clock in clocks}) > 1
+        except (ValueError, TypeError, jinja2.TemplateError):  # it computes with the date
+            return True
+
+    def _render(
+        self, chat: ChatTemplate, messages: list[dict[str, str]], is_prompt: bool = True, template: str | None = None
+    ) -> str:
         text = self._whole.apply_chat_template(
-            messages, add_generation_prompt=is_prompt, tokenize=False, enable_thinking=chat.thinking
+            messages,
+            chat_template=template,
+            add_generation_prompt=is_prompt,
+            tokenize=False,
+            enable_thinking=chat.thinking,
         )
         assert isinstance(text, str)
         return text
@@ -194,8 +299,8 @@ class Tokenizer:
         end = -1 if completion_ids[-1] in self.stop_ids else None
         return self._fast.decode(completion_ids[:end], skip_special_tokens=True)
 
-    def watch(self, stop: tuple[str, ...], is_streamed: bool = False) -> StopWatch | None:
-        return StopWatch(self._fast, stop) if any(stop) or is_streamed else None
+    def watch(self, stop: tuple[str, ...]) -> StopWatch | None:
+        return StopWatch(self._fast, stop) if any(stop) else None
 
 
 class StopWatch:
@@ -205,9 +310,6 @@ class StopWatch:
         self.text = ""
         self.has_stopped = False
         self._stop = tuple(filter(None, stop))
-        self._num_withheld = max(map(len, self._stop), default=1) - 1
-        """Number of the newest characters that may be the beginning of a stop string."""
-        self._num_taken = 0
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
 
     def is_stopped_by(self, token_id: int) -> bool:
@@ -224,10 +326,15 @@ class StopWatch:
             self.has_stopped = True
         return self.has_stopped
 
-    def new_text(self) -> str:
-        """Return the text since the last call, as far as no stop string can take it back."""
-        start, self._num_taken = self._num_taken, max(self._num_taken, len(self.text) - self._num_withheld)
-        return self.text[start : self._num_taken]
+
+def _messages_of(chat: ChatTemplate) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": chat.system}] if chat.system else []
+    return [*system, {"role": "user", "content": chat.user}]
+
+
+def _filled(messages: list[dict[str, str]], observation: str = _SAMPLE) -> list[dict[str, str]]:
+    """Return messages with an observation in place of the placeholder."""
+    return [one | {"content": one["content"].replace("{observation}", observation)} for one in messages]
 
 
 def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase, trust_remote_code: bool) -> set[int]:

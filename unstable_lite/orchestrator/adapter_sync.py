@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
@@ -45,18 +46,17 @@ class AdapterSync:
         table.add(version, Origin("update", str(version)), digest)
         if not table.has_free_slot:
             self.num_waits += 1
-            used, most = table.num_used_slots, table.num_slots
-            log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, used, most)
+            log.warning("adapter %d waits: all %d slots (engine.max_loras) are in use", version, table.num_slots)
             await self._until(lambda: table.has_free_slot)
         return await self._load_everywhere(version)
 
-    async def load_frozen(self, id: int, name: str, directory: Path, digest: str) -> None:
+    async def load_frozen(self, id: int, name: str, directory: Path) -> None:
         """Load a frozen player's adapter on every engine and check it; it then stays for the whole run.
 
         Raises AdapterError if an engine cannot load it, read another adapter, or fails the canary.
         """
         table = self._table
-        table.add(id, Origin("file", name), digest)
+        table.add(id, Origin("file", name), await asyncio.to_thread(adapter_digest, directory))
         self._store.add_outside(id, directory)
         try:
             await self._load_everywhere(id, directory)
@@ -162,8 +162,7 @@ class AdapterSync:
                 whose = f"{self._store.path(id)} has, the copy of {origin.name}"
             raise AdapterError(
                 f"{engine.channel.name} holds another adapter as version {id} than {whose}: the digest of the files "
-                f"that it read is {found}, expected is {expected}. It read another version or adapter, or its file was "
-                "damaged"
+                f"that it read is {found}, expected is {expected}. They are of another adapter, or damaged"
             )
 
     async def _retire(self, id: int) -> None:

@@ -27,114 +27,117 @@ class Alarm:
 
     measured: str
     """Format of the measurement, with `value`, `n`, `subject` and `detail` of the reading."""
-    threshold: str
-    """Format of the threshold."""
     means: str
     advice: str
-    metric: str | None = None
-    """Metric of an update that the alarm reads; None if another module takes its readings."""
-    n: str | None = None
-    """Metric that counts the samples of `metric`."""
+    threshold: str = "{:g}"
+    """Format of the threshold."""
+    metrics: tuple[str, str] | None = None
+    """Metric of an update that the alarm reads, and the one that counts its samples; None: health.py takes readings."""
     is_under: bool = False
+    updates: int = 1
+    """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it."""
 
 
 ALARMS = {
     "mismatch": Alarm(
         measured="engine and learner disagree by {value:.3f} in mean |Δ log p| over {n} on-policy tokens",
-        threshold="{:g}",
         means="the gradient is not that of the policy that played",
         advice="give both the same dtype (engine.dtype, learner.dtype), and look for an engine that was updated",
-        metric="learner/mismatch_mean",
-        n="learner/mismatch_tokens",
+        metrics=("learner/mismatch_mean", "learner/mismatch_tokens"),
     ),
     "clipping": Alarm(
+        updates=3,
         measured="the importance weights of {value:.1%} of {n} tokens are cut at learner.importance_weight_cap",
         threshold="{:.0%}",
         means="the policy has moved far from the one that sampled these tokens, so that the gradient is biased",
         advice="lower learner.learning_rate or buffer.max_staleness",
-        metric="learner/importance_weight_clipped",
-        n="learner/num_tokens",
+        metrics=("learner/importance_weight_clipped", "learner/num_tokens"),
     ),
     "staleness": Alarm(
+        updates=5,
         measured="{n} tokens were trained {value:.1f} updates after they were sampled, on average",
-        threshold="{:g}",
         means="games take much longer than updates, or the learner is far behind",
         advice="lower run.num_collection_workers, buffer.buffer_size or buffer.max_staleness, or raise "
         "learner.batch_size",
-        metric="learner/staleness_mean",
-        n="learner/num_tokens",
+        metrics=("learner/staleness_mean", "learner/num_tokens"),
     ),
     "dropped": Alarm(
+        updates=3,
         measured="{value:.1%} of {n} steps that left the buffer were dropped as too stale",
         threshold="{:.0%}",
         means="games take more updates than buffer.max_staleness allows, so that short games are trained on more than "
         "long ones",
         advice="see collection-{env}/Steps Dropped for which games; raise buffer.max_staleness and engine.max_loras, "
         "or learner.batch_size, or lower run.num_collection_workers",
-        metric="buffer/dropped_share",
-        n="buffer/left",
+        metrics=("buffer/dropped_share", "buffer/left"),
     ),
     "entropy": Alarm(
+        updates=3,
         measured="the policy's entropy is {value:.4f} nats a token over {n} tokens",
-        threshold="{:g}",
         means="the policy gives the same answer in every state and no longer explores",
         advice="go back to an earlier checkpoint with a learner.entropy_coefficient or learner.kl_coefficient above "
         "0, a lower learner.learning_rate, or a higher engine.temperature",
-        metric="learner/entropy",
-        n="learner/num_tokens",
+        metrics=("learner/entropy", "learner/num_tokens"),
         is_under=True,
     ),
     "high_entropy": Alarm(
+        updates=3,
         measured="the policy's entropy over {n} tokens is {value:.2f} nats a token above the first update's",
-        threshold="{:g}",
         means="the policy has become noise",
         advice="go back to an earlier checkpoint with a lower learner.learning_rate, and look at games.jsonl for "
         "rewards that blow up",
     ),
     "repetition": Alarm(
+        updates=3,
         measured="{value:.1%} of {n} 4-grams of tokens stood in the same completion before",
         threshold="{:.0%}",
         means="completions run in circles",
         advice="go back to an earlier checkpoint with a lower learner.learning_rate or a learner.kl_coefficient above "
         "0, and look at games.jsonl for the rewards of such completions",
-        metric="batch/repeated_4grams",
-        n="batch/num_4grams",
+        metrics=("batch/repeated_4grams", "batch/num_4grams"),
     ),
     "identical": Alarm(
+        updates=5,
         measured="{value:.1%} of {n} completions are identical",
         threshold="{:.0%}",
         means="the policy ignores the observation",
         advice="look at games.jsonl for the answers; then a higher engine.temperature, a lower learner.learning_rate, "
         "or opponents against which this answer does not win",
-        metric="batch/identical_completions",
-        n="batch/num_completions",
+        metrics=("batch/identical_completions", "batch/num_completions"),
     ),
     "zero_advantage": Alarm(
+        updates=5,
         measured="{value:.1%} of {n} steps have an advantage of 0",
         threshold="{:.0%}",
         means="the policy learns almost nothing: the games that are compared all have the same result",
         advice="choose games or opponents that the policy sometimes beats, a higher engine.temperature, or a "
         "larger run.group_size",
-        metric="learner/zero_advantage",
-        n="learner/num_items",
+        metrics=("learner/zero_advantage", "learner/num_items"),
     ),
     "invalid_moves": Alarm(
+        updates=5,
         measured="{value:.1%} of the newest {n} training games of {subject} ended with an invalid move of the policy",
         threshold="{:.0%}",
         means="the policy does not know the format of a move, or has unlearnt it",
         advice="look at games.jsonl for the answers; then another prompt_template or action_extraction_fn, a larger "
         "engine.max_generation_len, or a warm start (unstable-lite sft)",
     ),
+    "ended_early": Alarm(
+        measured="{value:.1%} of the newest {n} games ended early: {subject}",
+        threshold="{:.0%}",
+        means="games end for a reason outside of their rules (for context_full also: an answer was cut off by the "
+        "context), and void ones are missing among the trained and rated games",
+        advice="for context_full and prompt_too_long a larger engine.max_model_len, or observation = 'first-last' or "
+        "'board'; for other reasons see logs/orchestrator.log",
+    ),
     "collapse": Alarm(
         measured="{detail}; their intervals lie {value:.3f} apart",
-        threshold="{:g}",
         means="the policy has become worse",
         advice="continue from the best checkpoint (lora.initial_lora_path) with a lower learner.learning_rate or a "
         "learner.kl_coefficient above 0",
     ),
     "decline": Alarm(
         measured="{detail}; their intervals lie {value:.3f} apart",
-        threshold="{:g}",
         means="the policy is becoming worse, or relies on a habit that no longer wins",
         advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
         "lower learner.learning_rate or a learner.kl_coefficient above 0",
@@ -156,7 +159,6 @@ ALARMS = {
     ),
     "skipped": Alarm(
         measured="{detail}",
-        threshold="{:g}",
         means="the policy no longer changes",
         advice="lower learner.learning_rate, look at games.jsonl for rewards that blow up, and look for the mistake in "
         "your own algorithm or reward transform if you have one",
@@ -204,12 +206,10 @@ class Alarms:
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self._states: dict[str, dict[str, _State]] = {name: {} for name in ALARMS}
-        """States by alarm and subject."""
 
     def judge(self, update: int, readings: Iterable[Reading]) -> list[Change]:
         """Return the changes that follow from readings taken after `update`."""
-        changes = (self._judge(update, reading) for reading in readings)
-        return [change for change in changes if change is not None]
+        return [change for reading in readings if (change := self._judge(update, reading)) is not None]
 
     def is_on(self, alarm: str, subject: str = "") -> bool:
         return self._states[alarm].get(subject, _State()).since is not None
@@ -246,14 +246,15 @@ class Alarms:
         is_within = reading.value >= config.threshold if alarm.is_under else reading.value <= config.threshold
         state.bad, state.good = (0, state.good + 1) if is_within else (state.bad + 1, 0)
         phase: Literal["begins", "stays", "ends"]
-        if state.since is None and state.bad >= config.updates:
+        if state.since is None:
+            if state.bad < alarm.updates:
+                return None
             phase, state.since = "begins", update
-            state.bad = config.updates  # a resumed run may ask for fewer
             state.begun += 1
-        elif state.since is not None and state.bad and (state.bad - config.updates) % SAY_EVERY == 0:
-            phase = "stays"
-        elif state.since is not None and state.good >= config.updates:
+        elif state.good >= alarm.updates:
             phase = "ends"
+        elif state.bad and (state.bad - alarm.updates) % SAY_EVERY == 0:
+            phase = "stays"
         else:
             return None
         text = _sentence(reading, config, phase, state.since)
@@ -269,18 +270,18 @@ def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> 
     if phase == "ends":
         return f"{reading.alarm}, on since update {since}, has ended: {measured}"
     beyond = f"{'under' if alarm.is_under else 'over'} {threshold}"
-    times = f", {config.updates} times in a row" * (config.updates > 1 and phase == "begins")
+    times = f", {alarm.updates} times in a row" * (alarm.updates > 1 and phase == "begins")
     still = f", still on since update {since}" * (phase == "stays")
     return f"{reading.alarm}{still}: {measured} ({beyond}{times}). It usually means: {alarm.means}. Try: {alarm.advice}"
 
 
 def readings_of(metrics: Mapping[str, float]) -> list[Reading]:
     """Return the readings from the metrics of one update, without metrics of nothing (no on-policy token)."""
+    names = [(name, *alarm.metrics) for name, alarm in ALARMS.items() if alarm.metrics is not None]
     return [
-        Reading(alarm=name, value=metrics[alarm.metric], n=int(metrics[alarm.n]))
-        for name, alarm in ALARMS.items()
-        if alarm.metric is not None and alarm.n is not None
-        if alarm.metric in metrics and metrics.get(alarm.n, 0) > 0
+        Reading(alarm=name, value=metrics[metric], n=int(metrics[count]))
+        for name, metric, count in names
+        if metric in metrics and metrics.get(count, 0) > 0
     ]
 
 
@@ -345,11 +346,12 @@ class Contest:
         before = self.best
         if before is None or result.interval()[0] > before.interval()[0]:
             self.best = result
-        is_late = self.newest is not None and result.update < self.newest.update
-        if self.newest is None or not is_late:
-            self.newest = result
-        rival, newest = self.best if is_late else before, self.newest
-        if rival is None or rival == newest or (is_late and rival is before):  # else it was reported before
+        if self.newest is None or result.update >= self.newest.update:
+            rival, self.newest = before, result
+        else:  # a late result, which judges the newest if it is a new best
+            rival = None if self.best is before else self.best
+        newest = self.newest
+        if rival is None or rival == newest:
             return []
         gap = rival.interval(z)[0] - newest.interval(z)[1]
         detail = f"{subject}: {newest.describe()}, but {rival.describe()}"

@@ -9,8 +9,9 @@ learner reads its files to score the tokens.
 from __future__ import annotations
 
 import base64
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Wei
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.learner.client import LearnerClient
+from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds, number_format
 
 CANARY_TOKENS = 16
@@ -38,23 +40,20 @@ adapter returns."""
 
 @dataclass(slots=True, kw_only=True)
 class _Canary:
-    """A check of one engine, and its answers."""
+    """A check of one engine, and the completions that it sampled."""
 
     engine: EngineClient
+    life: int
+    """Life of the engine in which it is checked."""
     check: Check
     generations: list[Generation] = field(default_factory=list)
-    answers: list[CanaryAnswer] = field(default_factory=list)
-    """The record of each generation."""
+    base_logprobs: list[Logprobs] = field(default_factory=list)
+    """Log-probabilities by the learner without the adapter, of the generations that it has scored."""
     has_died: bool = False
 
     @property
     def name(self) -> str:
         return self.engine.channel.name
-
-    def add(self, prompt: str, seed: int, generation: Generation) -> None:
-        self.generations.append(generation)
-        ids, logprobs = generation.completion_ids, generation.logprobs
-        self.answers.append(CanaryAnswer(prompt=prompt, seed=seed, completion_ids=ids, logprobs=logprobs))
 
 
 class _State(msgspec.Struct, kw_only=True):
@@ -64,6 +63,7 @@ class _State(msgspec.Struct, kw_only=True):
     evidence: dict[str, Evidence]
     base_evidence: dict[str, Evidence]
     weights: list[tuple[Origin, Weights]]
+    prompts: list[str]
 
 
 class CanaryChecks:
@@ -82,6 +82,8 @@ class CanaryChecks:
         self._learner = learner
         self._table = table
         self._prompts = prompts
+        self._asked = list(prompts)
+        """Prompts that answers name by their numbers: those of this run and, after a resume, those of earlier ones."""
         self._tolerance = tolerance
         self._alarm = alarm
         self._has_reported_few = False
@@ -111,10 +113,10 @@ class CanaryChecks:
         differences = [part for canary in canaries for part in canary.check.differences]
         learner = [part for canary in canaries for part in canary.check.learner]
         self._noise = Noise(np.concatenate(differences), np.concatenate(learner), self._tolerance)
-        lengths = [len(answer.completion_ids) for canary in canaries for answer in canary.answers]
+        lengths = [len(generation.completion_ids) for canary in canaries for generation in canary.generations]
         mean_length = sum(lengths) / len(lengths)
-        self._num_scored = _between(SCORED, SCORED_TOKENS / mean_length)
-        self._num_sampled = _between(SAMPLED, SAMPLED_TOKENS / mean_length)
+        self._num_scored = min(max(math.ceil(SCORED_TOKENS / mean_length), SCORED[0]), SCORED[1])
+        self._num_sampled = min(max(math.ceil(SAMPLED_TOKENS / mean_length), SAMPLED[0]), SAMPLED[1])
         num_tokens = min(canary.check.num_tokens for canary in canaries)
         if num_tokens < FEWEST_TOKENS or num_tokens <= len(self._prompts):  # the stop token alone, after each prompt
             self._report_few("the base model", num_tokens, NOISE_TOKENS)
@@ -147,16 +149,16 @@ class CanaryChecks:
         evidence = weights.evidence.setdefault(engine.channel.name, Evidence())
         check = Check(evidence, self._noise, self._tolerance, self._num_scored, len(known))
         while asked := known[check.num_completions : check.num_wanted()]:
-            answers = await all_of(self._ask(engine, id, then.prompt, then.seed) for then in asked)
+            answers = await all_of(self._ask(engine, id, self._asked[then.prompt], then.seed) for then in asked)
             pairs = [(then, now) for then, now in zip(asked, answers, strict=True) if now is not None]
             unscored = [now for then, now in pairs if id and then.base_logprobs is None]
             scored = await self._score(unscored) if unscored else {}
             for then, now in pairs:
-                base_logprobs = then.logprobs
-                if id:
-                    base_logprobs = scored[_tokens(now)].base if then.base_logprobs is None else then.base_logprobs
-                logprobs = (now.logprobs, then.logprobs, base_logprobs)
-                check.add_again(now.prompt_ids, now.completion_ids, then.completion_ids, *logprobs)
+                base = then.base_logprobs if id else then.logprobs
+                base = scored[_tokens(now)].base if base is None else base
+                check.add_again(
+                    now.prompt_ids, now.completion_ids, then.completion_ids, now.logprobs, then.logprobs, base
+                )
         self._judge(engine.channel.name, claim, check)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,25 +168,27 @@ class CanaryChecks:
         state: dict[str, Any] = msgspec.to_builtins(
             _State(
                 num_doubts=self.num_doubts,
-                evidence=_against(self._evidence),
-                base_evidence=_against(table.weights_of(0).evidence),
-                weights=[(origin, replace(known, evidence=_against(known.evidence))) for origin, known in kept],
+                evidence=_carried(self._evidence),
+                base_evidence=_carried(table.weights_of(0).evidence),
+                weights=[(origin, replace(known, evidence=_carried(known.evidence))) for origin, known in kept],
+                prompts=self._asked,
             ),
             enc_hook=_to_plain,
         )
-        saved = list(_saved_answers(state))
-        state["prompts"] = list(dict.fromkeys(answer["prompt"] for answer in saved))
-        for answer in saved:
-            answer["prompt"] = state["prompts"].index(answer["prompt"])
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for answer in _saved_answers(state):
-            answer["prompt"] = state["prompts"][answer["prompt"]]
         loaded = msgspec.convert(state, _State, dec_hook=_to_array)
+        answers = [answer for _, known in loaded.weights for given in known.answers.values() for answer in given]
+        if not {answer.prompt for answer in answers} <= set(range(len(loaded.prompts))):
+            raise ValueError("an answer of the canary names a prompt that was not saved")
         self.num_doubts, self._evidence = loaded.num_doubts, loaded.evidence
         self._table.weights_of(0).evidence = loaded.base_evidence
         self._table.weights |= dict(loaded.weights)
+        # Answers of the base and of frozen players name prompts already, so the loaded ones get new numbers.
+        self._asked = list(dict.fromkeys([*self._asked, *loaded.prompts]))
+        for answer in answers:
+            answer.prompt = self._asked.index(loaded.prompts[answer.prompt])
 
     async def _check_everywhere(self, id: int, directory: Path | None = None) -> list[_Canary]:
         """Compare every engine with the learner, with the adapter that it holds now or reads, or with the base.
@@ -192,40 +196,36 @@ class CanaryChecks:
         In rounds, as long as more tokens are needed. An engine that died since it answered, and was restarted, is asked
         again.
         """
-        canaries: dict[tuple[str, int], _Canary] = {}
-        while silent := {
-            (e.channel.name, e.channel.life): e
-            for e in await self._engines.wait_for_one()
-            if (e.channel.name, e.channel.life) not in canaries
-        }:
-            new = {
-                life: _Canary(engine=engine, check=self._check(engine, id, directory))
-                for life, engine in silent.items()
-            }
-            while open_canaries := [c for c in new.values() if not c.has_died and c.check.num_wanted()]:
-                await self._compare_more(id, open_canaries, directory)
-            canaries |= {life: canary for life, canary in new.items() if not canary.has_died}
-        self._table.weights_of(id).answers |= {c.name: c.answers[: SAMPLED[1]] for c in canaries.values()}
-        return list(canaries.values())
-
-    def _check(self, engine: EngineClient, id: int, directory: Path | None) -> Check:
         against = self._evidence if directory is None else self._frozen_evidence
-        evidence = against.setdefault(engine.channel.name, Evidence())
-        return Check(evidence, self._noise if id else None, self._tolerance, self._num_scored, self._num_sampled)
+        canaries: list[_Canary] = []
+
+        def is_checked(channel: WorkerChannel) -> bool:
+            return any((one.name, one.life) == (channel.name, channel.life) for one in canaries)
+
+        while silent := [engine for engine in await self._engines.wait_for_one() if not is_checked(engine.channel)]:
+            new = []
+            for engine in silent:
+                evidence, noise = against.setdefault(engine.channel.name, Evidence()), self._noise if id else None
+                check = Check(evidence, noise, self._tolerance, self._num_scored, self._num_sampled)
+                new.append(_Canary(engine=engine, life=engine.channel.life, check=check))
+            while open_canaries := [c for c in new if not c.has_died and c.check.num_wanted()]:
+                await self._compare_more(id, open_canaries, directory)
+            canaries += [canary for canary in new if not canary.has_died]
+        self._table.weights_of(id).answers |= {c.name: self._answers(id, c) for c in canaries}
+        return canaries
 
     async def _compare_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
         """Let the engines sample the missing completions, and the learner score them."""
-        asked: list[tuple[_Canary, str, int]] = []
+        asked: list[tuple[_Canary, int]] = []
         for canary in canaries:
             most = max(canary.check.num_wanted(), self._num_sampled) if id else canary.check.num_wanted()
-            numbers = range(len(canary.answers), most)
-            asked += [(canary, self._prompt(id, number), CANARY_SEED + number) for number in numbers]
-        asking = (self._ask(canary.engine, id, prompt, seed) for canary, prompt, seed in asked)
-        for (canary, prompt, seed), answer in zip(asked, await all_of(asking, but=WorkerDied), strict=True):
+            asked += [(canary, number) for number in range(len(canary.generations), most)]
+        asking = (self._ask(c.engine, id, self._prompt(id, number), CANARY_SEED + number) for c, number in asked)
+        for (canary, _), answer in zip(asked, await all_of(asking, but=WorkerDied), strict=True):
             if answer is None:
                 canary.has_died = True
             else:
-                canary.add(prompt, seed, answer)
+                canary.generations.append(answer)
         to_score = [
             (canary, generation)
             for canary in canaries
@@ -248,16 +248,30 @@ class CanaryChecks:
                     f"canary: with {self._table.describe(id)} log-probabilities are not numbers any more (those of "
                     f"{whose}): {remedy}"
                 )
-        canary.answers[canary.check.num_completions].base_logprobs = scored.base
+        canary.base_logprobs.append(scored.base)
         canary.check.add(generation.prompt_ids, generation.completion_ids, generation.logprobs, expected, scored.base)
+
+    def _answers(self, id: int, canary: _Canary) -> list[CanaryAnswer]:
+        """Return the answers of a check that are kept, to compare an engine with later."""
+        sampled = itertools.zip_longest(canary.generations[: SAMPLED[1]], canary.base_logprobs[: SAMPLED[1]])
+        return [
+            CanaryAnswer(
+                prompt=self._asked.index(self._prompt(id, number)),
+                seed=CANARY_SEED + number,
+                completion_ids=generation.completion_ids,
+                logprobs=generation.logprobs,
+                base_logprobs=base_logprobs,
+            )
+            for number, (generation, base_logprobs) in enumerate(sampled)
+        ]
 
     def _judge(self, name: str, claim: str, check: Check) -> None:
         """Raise AdapterError if an engine is wrong; raise an alarm if that stays open. `claim`: about the engine."""
         evidence = check.evidence
         found = (
             f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p differ "
-            f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
         )
+        found += f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
         if evidence.is_wrong:
             raise AdapterError(
                 f"canary: {name} {claim} ({found}). It does not hold these weights, or computes them wrongly"
@@ -310,16 +324,10 @@ class CanaryChecks:
         return dict(zip(distinct, await self._learner.score(list(distinct.values()), directory), strict=True))
 
 
-def _against(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
+def _carried(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     """Return the evidence with which the next checks begin, if there is any, so that a resume changes none of it."""
-    return {engine: Evidence(of.carried) for engine, of in sorted(evidence.items()) if of.carried.any()}
-
-
-def _saved_answers(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the answers in a state. Each has the number of its prompt, because many answers share one."""
-    for _, weights in state["weights"]:
-        for answers in weights["answers"].values():
-            yield from answers
+    logs = {engine: np.maximum(one.logs, 0.0) for engine, one in sorted(evidence.items())}
+    return {engine: Evidence(carried) for engine, carried in logs.items() if carried.any()}
 
 
 def _to_plain(array: Floats | TokenIds | Logprobs) -> list[float] | str:
@@ -335,7 +343,3 @@ def _to_array(hint: Any, saved: Any) -> Floats | TokenIds | Logprobs:
 
 def _tokens(generation: Generation) -> tuple[bytes, bytes]:
     return generation.prompt_ids.tobytes(), generation.completion_ids.tobytes()
-
-
-def _between(bounds: tuple[int, int], number: float) -> int:
-    return min(max(math.ceil(number), bounds[0]), bounds[1])

@@ -1,6 +1,7 @@
-"""Checkpoints of a run: each is either intact or absent.
+"""Checkpoints of a run: save its state, rewind a run directory to the newest intact checkpoint, and resume from it.
 
-A checkpoint is written to a temporary directory, synced and renamed; only then does `latest` point to it.
+A checkpoint is either intact or absent: it is written to a temporary directory, synced and renamed; only then does
+`latest` point to it.
 """
 
 from __future__ import annotations
@@ -9,34 +10,44 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shlex
 import shutil
 import struct
 import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from unstable_lite import plugins
+from unstable_lite.adapters.frozen import by_update
 from unstable_lite.adapters.peft_files import sync
-from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
-from unstable_lite.config.reading import parse_config
-from unstable_lite.errors import ProtocolError, UnstableError
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
-from unstable_lite.planning.questions import changed_questions
+from unstable_lite.config.reading import drop_removed, parse_config
+from unstable_lite.errors import ConfigError, ProtocolError, UnstableError
+from unstable_lite.files import check_links, read_records
+from unstable_lite.orchestrator.evaluations import Evaluations, is_evaluated
+from unstable_lite.planning.defaults import resolve_defaults
+from unstable_lite.planning.envs import changed_questions
 from unstable_lite.planning.trust import CONFIG
+from unstable_lite.tracking.rewind import rewind
 from unstable_lite.tracking.run_directory import (
     LEAGUE,
     MANIFEST,
     WAITING,
     find_damage,
     recorded_questions,
+    replace_config,
     sha256,
     size,
 )
-from unstable_lite.transport.codec import pack_all, unpack_all
+from unstable_lite.transport.codec import decode_values, encode
 from unstable_lite.transport.messages import check_lengths, check_plain
 from unstable_lite.types import Step
+
+if TYPE_CHECKING:
+    from unstable_lite.orchestrator.progress import Progress
+    from unstable_lite.orchestrator.wiring import RunParts
 
 STEPS_IN_FRAME = 1000
 """Number of waiting steps in a frame. At a few hundred kB a step that is far below the limit of a frame."""
@@ -60,7 +71,9 @@ def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
     Also yield one for each file of questions that changed.
     """
     yield from changed_questions(config, recorded_questions(directory))
-    own, _ = parse_config(tomllib.loads((directory / CONFIG).read_text(encoding="utf-8")))
+    raw = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    drop_removed(raw)
+    own, _ = parse_config(raw)
     if own is None:
         return
     tables = [resolve_defaults(each).model_dump(mode="json") for each in (own, config)]
@@ -176,7 +189,7 @@ def _pack(waiting: Sequence[list[Step]]) -> bytes:
     """Return frames, each after its length. A frame has the chunks whose first steps are in the same thousand."""
     first_steps = itertools.accumulate(map(len, waiting), initial=0)
     by_frame = itertools.groupby(zip(first_steps, waiting, strict=False), lambda pair: pair[0] // STEPS_IN_FRAME)
-    frames = [pack_all(chunk for _, chunk in chunks) for _, chunks in by_frame]
+    frames = [encode(chunk for _, chunk in chunks) for _, chunks in by_frame]
     return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in frames)
 
 
@@ -187,7 +200,7 @@ def _unpack(content: bytes) -> list[list[Step]]:
     while at < len(content):
         start = at + LENGTH_BYTES
         at = start + int.from_bytes(content[at:start], "little")
-        waiting += unpack_all(list[Step], content[start:at])
+        waiting += decode_values(list[Step], content[start:at])
     for step in itertools.chain.from_iterable(waiting):
         check_lengths([step.generation])
         check_plain(step.step_info)
@@ -200,3 +213,174 @@ def _not_understood(path: Path, reason: str) -> UnstableError:
         f"version that wrote it (its commit is in versions.json), or remove {path.parent} to resume from the "
         "checkpoint before it"
     )
+
+
+class CheckpointSaver:
+    """Saves the state of every part of a run, and restores it."""
+
+    def __init__(self, parts: RunParts, progress: Progress, evaluations: Evaluations) -> None:
+        self.newest: Path | None = None
+        """The newest checkpoint."""
+        self.saved_update = 0
+        """Update of the newest checkpoint."""
+        self.in_background: asyncio.Task[None] | None = None
+        """Writes a checkpoint beside the updates; the last of such tasks."""
+        self._parts = parts
+        self._progress = progress
+        self._evaluations = evaluations
+        self._is_due = False
+        self._has_failed = False
+        """Whether the last attempt to write a checkpoint failed."""
+
+    def _stateful(self) -> dict[str, Any]:
+        """Return the parts that have a state, by their keys in a checkpoint, in the order in which they load it."""
+        names = ("registry", "scheduler", "buffer", "adapter_sync", "collector", "pool", "health")
+        return {name: getattr(self._parts, name) for name in names} | {"seats": self._parts.collector.seats}
+
+    async def resume(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Restore the state of `checkpoint` in every process; return the canary's metrics."""
+        parts = self._parts
+        self._restore(checkpoint)
+        await parts.workers.learner.load(checkpoint.directory)
+        canary = await sync_unchanged(parts, self._progress.version)
+        await parts.pool.resume()
+        replace_config(parts.directory, parts.plan.config, self._progress.updates)  # only now: all of the state fits
+        return canary
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
+        progress, state = self._progress, checkpoint.state
+        with checkpoint.understood():
+            progress.updates, progress.version = state["updates"], state["version"]
+            progress.skipped = state["skipped_updates"]
+            left_out = {name: part.load_state_dict(state[name]) for name, part in self._stateful().items()}
+        for text in left_out["scheduler"]:
+            self._parts.terminal.say(text)
+        self.newest, self.saved_update = checkpoint.directory, progress.updates
+        self._parts.buffer.refill(checkpoint.waiting)
+
+    def _decide(self) -> bool:
+        """Return whether a checkpoint is due after an update; one that could not be written stays due."""
+        run, updates = self._parts.plan.config.run, self._progress.updates
+        self._is_due = (self._is_due or updates % run.checkpoint_every == 0) and updates < run.learning_steps
+        return self._is_due
+
+    async def save_if_due(self) -> None:
+        """Write a checkpoint after an update if one is due, and wait for it."""
+        if self._decide():
+            await self._save()
+
+    def begin_to_save_if_due(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to write a checkpoint in `tasks` after an update, if one is due and none is being written."""
+        if self._decide() and (self.in_background is None or self.in_background.done()):
+            self.in_background = tasks.create_task(self._write(self._progress.updates, self._checkpoint()))
+
+    async def save_newest(self, is_last: bool = False) -> tuple[Path | None, int]:
+        """Save the last update unless it is saved; return the newest checkpoint, if there is one, and its update."""
+        if self.in_background is not None:
+            await self.in_background
+        if self._progress.updates != self.saved_update:
+            await self._save(is_last)
+        return self.newest, self.saved_update
+
+    async def _save(self, is_last: bool = False) -> None:
+        await self._parts.pool.settled()
+        await self._write(self._progress.updates, self._checkpoint(), is_last)
+
+    def _checkpoint(self) -> Coroutine[Any, Any, Path]:
+        """Take everything that has to survive as it is at this moment; awaiting the result writes it."""
+        parts, progress = self._parts, self._progress
+        stateful = self._stateful() | {"tracker": parts.tracker}
+        state = {
+            "updates": progress.updates,
+            "version": progress.version,
+            "skipped_updates": progress.skipped,
+            "evaluated": self._evaluations.done(),
+            **{name: lasting_state(name, part) for name, part in stateful.items()},
+        }
+        parts.pool.tell_saving()
+        self._is_due = False
+        contents, learner = parts.buffer.contents(), parts.workers.learner
+        return save_checkpoint(parts.directory / "checkpoints", progress.updates, state, contents, learner.save)
+
+    async def _write(self, update: int, checkpoint: Coroutine[Any, Any, Path], is_last: bool = False) -> None:
+        """Write the checkpoint of `update`. If that fails, the previous one stays and the next update tries again.
+
+        Raises UnstableError if there is no next update.
+        """
+        try:
+            path = await checkpoint
+        except UnstableError as error:
+            newest = f"the newest is {self.newest.name}" if self.newest else "there is none yet"
+            if is_last:
+                raise UnstableError(
+                    f"the last checkpoint, of update {update}, could not be written, and {newest}: {error}\n"
+                    f"(free some space, then: run --resume {shlex.quote(str(self._parts.directory))})"
+                ) from error
+            if not self._has_failed:
+                self._parts.alarm(
+                    f"a checkpoint could not be written, and {newest}; each update will try again until one can: "
+                    f"{error}"
+                )
+            self._has_failed = self._is_due = True
+            return
+        if self._has_failed:
+            self._parts.alarm(f"checkpoints are written again: {path.name}")
+        self._has_failed = False
+        self.newest, self.saved_update = path, update
+        await self._parts.pool.tell_saved()
+
+
+def lasting_state(name: str, part: Any) -> dict[str, Any]:
+    """Return a part's state. Raises ConfigError if a checkpoint, which is JSON, would not restore it unchanged."""
+    state: dict[str, Any] = part.state_dict()
+    is_ours = type(part).__module__.startswith("unstable_lite.")
+    return state if is_ours else plugins.lasting(f"{name} {type(part).__name__}", state)
+
+
+async def sync_unchanged(parts: RunParts, version: int) -> dict[str, float]:
+    """Sync the learner's adapter, as it is, to every engine as `version`; return the canary's metrics."""
+    digest = await parts.workers.learner.write_adapter(version, parts.store)
+    return await parts.adapter_sync.sync(version, digest)
+
+
+def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], None]) -> Checkpoint:
+    """Return the newest intact checkpoint, and remove everything that the run recorded after it.
+
+    Raises ConfigError if the config differs from the run's in a key on which its checkpoints depend; UnstableError if
+    there is no checkpoint, if the run has made all its updates, or if the directory cannot be written to.
+    """
+    check_links(directory)
+    if problems := [*lasting_changes(directory, config)]:
+        raise ConfigError(*problems)
+    checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", say))
+    with checkpoint.understood():
+        updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
+        scheduler = checkpoint.state["scheduler"]
+        num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
+        unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
+        evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
+    has_ended = updates >= config.run.learning_steps
+    if has_ended and updates == config.run.learning_steps and config.run.eval_games:
+        lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
+        known = {(line["env_id"], line["opponent"]) for line in lines if line["step"] == updates}
+        has_ended = known.issuperset((env.env_id, env.opponent) for env in config.eval_envs)
+    if has_ended:
+        raise UnstableError(f"{directory} already made its {updates} updates. To train further: run.learning_steps=N")
+    # In mode `sync`, evaluations that the checkpoint does not contain are repeated: ratings and games depend on them.
+    is_made_again = config.run.schedule == "sync" and is_evaluated(config.run, updates)
+
+    def is_repeated(line: dict[str, Any]) -> bool:
+        if line["label"] == "concurrent":
+            return line["model"] in unfinished
+        return is_made_again and line["step"] == updates and (line["env_id"], line["opponent"]) not in evaluated
+
+    try:
+        rewind(directory, updates, num_games, in_flight, is_repeated)
+    except OSError as error:
+        raise UnstableError(
+            f"{error.filename or directory}: the records after update {updates} cannot be removed: {error.strerror}. "
+            "Free some space, and make the directory writable"
+        ) from error
+    say(f"resuming after update {updates}, from {checkpoint.directory.name}")
+    return checkpoint

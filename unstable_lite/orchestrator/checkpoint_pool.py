@@ -3,6 +3,9 @@
 Owns the pool's pins in the adapter table, the copies on disk, and the ids under which adapters return. The samplers
 choose the opponents. A checkpoint leaves for new games at once, and its slot is free when its last game is over; one
 returns in the background, in a slot that no new adapter needs, so that training waits for neither.
+
+Frozen players have copies in the run directory, too. A copy is made when the run first meets the player, and used ever
+after: a resumed run plays the same weights, although the other run made further checkpoints or was deleted.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.frozen import COPIES, keep_copy, slug, source_of
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import LeagueConfig
-from unstable_lite.errors import RequestError
+from unstable_lite.errors import ConfigError, RequestError, UnstableError
 from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
+from unstable_lite.planning.defaults import adapter_slots_needed
+from unstable_lite.planning.plan import Plan
+from unstable_lite.planning.validation import frozen_problems
 
 log = logging.getLogger(__name__)
 
@@ -60,47 +68,38 @@ class CheckpointPool:
         """Uids that had a copy when the checkpoint began that is being written."""
         self._to_store: deque[tuple[str, int]] = deque()
         """Uid and version of checkpoints that have a pin and need a copy."""
-        self._is_due = False
         self._next_version = FIRST_RETURNED_VERSION
-        self._admitted = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._admitted: asyncio.Queue[None] = asyncio.Queue()
+        """An entry for each new policy whose work is not done."""
 
     def admit(self, uid: str, version: int, update: int) -> None:
         """Make a checked version the current policy, and let the surplus checkpoint leave."""
         self._table.pin(version)
         self._table.offer(version)
         self._registry.add_policy(uid, adapter_version=version, iteration=update)
-        if self._size > 1 or self._is_kept(update):
-            self._store_later(uid, version)
+        self._store_later(uid, version, update)
         self._trim()
-        self._is_due = self._is_due or update % self._config.rotate_checkpoints_every == 0
-        self._admitted.set()
-        self._settled.clear()
+        self._admitted.put_nowait(None)
 
     def evict_if_needed(self) -> None:
         """Let an opponent leave that no game uses, if the next adapter would have to wait for a slot."""
         if self._table.has_free_slot or self._table.is_freeing:
             return
         for meta in reversed(self._ranked(self._others())):
-            if meta.adapter_version and self._table.num_users(meta.adapter_version) == 1:
+            if meta.adapter_version and self._table.adapters[meta.adapter_version].num_users == 1:
                 self._leave(meta)
                 return
 
     async def run(self) -> None:
         """Copy to disk and reload, until cancelled. Raises AdapterError if an engine computes a checkpoint wrongly."""
         while True:
-            if not self._admitted.is_set():
-                self._settled.set()
-            await self._admitted.wait()
-            self._admitted.clear()
+            await self._admitted.get()
             while self._to_store:
                 await self._copy_to_disk(*self._to_store.popleft())
-            if self._is_due:
-                self._is_due = False
-                await self._adapter_sync.retired()
-                await self._rotate()
+            await self._adapter_sync.retired()
+            await self._rotate()
             await self._clear_out()
+            self._admitted.task_done()
 
     def state_dict(self) -> dict[str, Any]:
         return {"next_version": self._next_version, "num_returned": self.num_returned}
@@ -124,9 +123,8 @@ class CheckpointPool:
         if current.adapter_version:
             self._table.pin(current.adapter_version)
             self._table.offer(current.adapter_version)
-            iteration = self._registry.get(current.uid).iteration
-            if current.uid not in stored and (self._size > 1 or self._is_kept(iteration or 0)):
-                self._store_later(current.uid, current.adapter_version)
+            if current.uid not in stored:
+                self._store_later(current.uid, current.adapter_version, self._registry.get(current.uid).iteration or 0)
         for meta in self._others():
             self._registry.set_active(meta.uid, False)
             if not self._can_play(meta):
@@ -146,7 +144,7 @@ class CheckpointPool:
 
     async def settled(self) -> None:
         """Wait until the work of the last `admit` is done, so that every copy is on disk."""
-        await self._settled.wait()
+        await self._admitted.join()
 
     def _others(self) -> list[ModelMeta]:
         """Return the active checkpoints except the current policy."""
@@ -160,20 +158,19 @@ class CheckpointPool:
     def _is_candidate(self, meta: ModelMeta) -> bool:
         least, most = self._config.opponent_lag
         lag = self._registry.lag(meta.uid)
-        assert meta.iteration is not None
-        return lag > 0 and lag >= least and (lag <= most or self._is_kept(meta.iteration))
+        return lag >= max(least, 1) and (lag <= most or self._is_kept(meta.iteration or 0))
 
     def _ranked(self, metas: list[ModelMeta]) -> list[ModelMeta]:
         """Return the most wanted first; among equals the newest."""
         registry, current = self._registry, self._registry.get_current_ckpt()
         mu = registry.get(current).rating.mu
-        keys: dict[str, Callable[[ModelMeta], float]] = {
-            "recency": lambda meta: 0.0,  # noqa: ARG005
-            "match-quality": lambda meta: -registry.match_quality(current, meta.uid),
-            "nearest-rating": lambda meta: abs(meta.rating.mu - mu),
-        }
-        key = keys[self._config.active_checkpoints_by]
-        return sorted(metas, key=lambda meta: (key(meta), -(meta.iteration or 0)))
+        metas = sorted(metas, key=lambda meta: -(meta.iteration or 0))
+        match self._config.active_checkpoints_by:
+            case "match-quality":
+                metas.sort(key=lambda meta: -registry.match_quality(current, meta.uid))
+            case "nearest-rating":
+                metas.sort(key=lambda meta: abs(meta.rating.mu - mu))
+        return metas
 
     def _trim(self) -> None:
         """Let surplus checkpoints leave. If none is a candidate yet, the oldest stays, because it is not the policy."""
@@ -228,9 +225,10 @@ class CheckpointPool:
         log.info("%s is back as an opponent, as adapter %d", uid, id)
         return True
 
-    def _store_later(self, uid: str, version: int) -> None:
-        self._table.pin(version)
-        self._to_store.append((uid, version))
+    def _store_later(self, uid: str, version: int, update: int) -> None:
+        if self._size > 1 or self._is_kept(update):
+            self._table.pin(version)
+            self._to_store.append((uid, version))
 
     async def _copy_to_disk(self, uid: str, version: int) -> None:
         partial = self._directory / f".{uid}.partial"
@@ -249,9 +247,7 @@ class CheckpointPool:
         """Give up copies that are too old to return, except those that the config keeps."""
         most = self._config.opponent_lag[1]
         for uid, origin in self._table.stored().items():
-            iteration = self._registry.get(uid).iteration
-            assert iteration is not None
-            if self._registry.lag(uid) > most and not self._is_kept(iteration):
+            if self._registry.lag(uid) > most and not self._is_kept(self._registry.get(uid).iteration or 0):
                 self._table.discard(origin)
                 self._left.add(uid)
         await self._remove_unneeded()
@@ -270,3 +266,41 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenPlayer:
+    id: int
+    """Id of its adapter."""
+    name: str
+    directory: Path
+    """Copy of the adapter in the run directory."""
+
+
+def keep_frozen(
+    plan: Plan, registry: ModelRegistry, directory: Path, say: Callable[[str], None]
+) -> tuple[FrozenPlayer, ...]:
+    """Copy the adapter of each frozen player in the registry into the run directory, unless there is a copy.
+
+    They are those of `plan.copies`, if the config is that of another run. `say` gets a line for each name.
+    Raises ConfigError for players that do not fit the run or its adapter slots, as those added by hand may do,
+    AdapterError, NoRoomError or UnstableError if a copy cannot be written.
+    """
+    config, copies, metas = plan.config, directory / COPIES, registry.frozen_adapters()
+    names = {meta.adapter_version or 0: meta.name or "" for meta in metas}
+    problems = [*frozen_problems(dict.fromkeys(names.values()), config, copies, plan.copies)]
+    needed = adapter_slots_needed(config, len(names))
+    if needed > config.engine.max_loras:
+        problems.append(
+            f"engine.max_loras = {config.engine.max_loras}: with {len(names)} frozen players this league needs at "
+            f"least {needed} adapter slots; raise it"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        kept = {id: keep_copy(name, copies, plan.copies).path for id, name in names.items()}
+    except OSError as error:
+        raise UnstableError(f"cannot make {copies} for the copies of frozen players: {error.strerror}") from error
+    for name in dict.fromkeys(names.values()):
+        say(f"frozen player {name} is {source_of(name, copies)}, as copied into {COPIES}/{slug(name)}")
+    return tuple(FrozenPlayer(id=id, name=names[id], directory=path) for id, path in kept.items())

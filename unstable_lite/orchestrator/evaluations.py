@@ -1,17 +1,29 @@
-"""Evaluations with a quota of games: before, during and after training."""
+"""Evaluations before, during and after training: with a quota of games, and exact by the learner's probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.training import RunConfig
+from unstable_lite.errors import RequestError
+from unstable_lite.games.openspiel.game_tree import flatten, renormalised
+from unstable_lite.games.templates import Template, questions
+from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.progress import Progress
-from unstable_lite.orchestrator.wiring import RunParts
+from unstable_lite.orchestrator.workers import Colocation
+from unstable_lite.planning.envs import exact_envs
 from unstable_lite.tracking.evaluations import summarise_evaluation
 from unstable_lite.types import GameRecord, ModelRef
+
+if TYPE_CHECKING:
+    from unstable_lite.orchestrator.progress import Progress
+    from unstable_lite.orchestrator.wiring import RunParts
 
 
 class Evaluations:
@@ -50,13 +62,16 @@ class Evaluations:
         """Return False if the run was stopped before the evaluation ended."""
         parts, run = self._parts, self._parts.plan.config.run
         records: list[GameRecord] = []
-        name = f"evaluation {label}: {env.env_id}"
+
+        def so_far() -> str:
+            return f"evaluation {label}: {env.env_id}, {len(records)} of {run.eval_games} games"
+
         playing = parts.collector.evaluate(
             env, model, run.eval_games, label, concurrency=run.num_collection_workers, records=records
         )
-        with parts.terminal.doing(partial(_so_far, name, records, run.eval_games)):
+        with parts.terminal.doing(so_far):
             if await unless_set(playing, parts.stop) is None:
-                parts.terminal.say(f"broken off: {_so_far(name, records, run.eval_games)}")
+                parts.terminal.say(f"broken off: {so_far()}")
                 return False
         evaluation = summarise_evaluation(label, update, model, env.env_id, env.opponent, records)
         parts.tracker.add_evaluation(evaluation)
@@ -73,5 +88,44 @@ def is_evaluated(config: RunConfig, update: int) -> bool:
     return update == config.learning_steps or (config.eval_every is not None and update % config.eval_every == 0)
 
 
-def _so_far(name: str, records: Sequence[GameRecord], num_games: int) -> str:
-    return f"{name}, {len(records)} of {num_games} games"
+class ExactEvaluations:
+    """Exploitability of the newest policy, every `run.exact_every` updates."""
+
+    def __init__(
+        self,
+        config: Config,
+        templates: Mapping[str, Template],
+        learner: LearnerClient,
+        colocation: Colocation,
+        alarm: Callable[[str], None],
+    ) -> None:
+        self._every = config.run.exact_every
+        self._learner, self._colocation, self._alarm = learner, colocation, alarm
+        self._games = []
+        """Env id, game, questions and stop strings of each env."""
+        for env in exact_envs(config)[0]:
+            tree, template = flatten(env.env_id), templates[env.prompt_template]
+            asked = questions(env, template, [state.observation for state in tree.states])
+            texts = [(question.prompt, question.answers) for question in asked]
+            self._games.append((env.env_id, tree, texts, template.stop))
+
+    async def metrics(self, update: int) -> dict[str, float]:
+        """Return the exploitabilities of the learner's newest adapter after `update`, if they are due then.
+
+        An env whose answers the learner cannot score raises an alarm instead.
+        """
+        scores = {}
+        if not self._games or self._every is None or update % self._every:
+            return {}
+        async with self._colocation.learner():
+            for env_id, tree, texts, stop in self._games:
+                try:
+                    scores[env_id] = tree, await self._learner.score_answers(texts, stop)
+                except RequestError as error:
+                    self._alarm(f"no exact evaluation of {env_id} after update {update}: {error}")
+        metrics: dict[str, float] = {}
+        for env_id, (tree, logprobs) in scores.items():
+            policy = [np.exp(logp.astype(np.float64)) for logp in logprobs]
+            for name, played in (("exploitability", policy), ("exploitability_legal", renormalised(policy))):
+                metrics[f"{name}/{env_id}"] = await asyncio.to_thread(tree.exploitability, played)
+        return metrics

@@ -1,7 +1,7 @@
 """Watch a run's learning, and perform the actions of alarms: warn, pause, stop.
 
-Owns the windows over training games and the file PAUSED. alarms.py defines the alarms; the train loop decides when it
-is safe to pause or to stop.
+Owns the file PAUSED; reads the tracker's windows over games. alarms.py defines the alarms; the train loop decides when
+it is safe to pause or to stop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +19,17 @@ from typing import Any
 
 import msgspec
 
-from unstable_lite.adapters.run_adapters import by_update
+from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
-from unstable_lite.config.games import opponent_shown
-from unstable_lite.games.openspiel.flatten import flatten
-from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contest, Reading, Result, readings_of
+from unstable_lite.games.openspiel.game_tree import flatten
+from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
 from unstable_lite.rollout.buffer import Buffer
-from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.tracking.evaluations import POINTS, Evaluation
-from unstable_lite.tracking.repetition import repetition
+from unstable_lite.tracking.records import steps_of
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
-from unstable_lite.tracking.train_data import steps_of
-from unstable_lite.tracking.windows import WINDOW
-from unstable_lite.types import Batch, GameRecord, GameSpec
+from unstable_lite.tracking.windows import ENDED, VALID, repetition
+from unstable_lite.types import CONTEXT_FULL, REASONS, Batch, GameRecord, GameSpec
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +37,6 @@ LOOK_S = 0.5
 """Time between two checks whether the file PAUSED still exists."""
 MIN_GAMES = 100
 """Number of games of a kind below which their share is not judged."""
-SCORED, VALID = "points", "without an own invalid move"
-"""Kinds of windows over the newest games."""
 
 
 @dataclass(slots=True)
@@ -91,10 +86,6 @@ class TrainingHealth:
         """Comparisons by subject, an env and an opponent."""
         self._num_evaluations = 0
         """Number of evaluations that were compared."""
-        self._windows: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        """The newest values, by kind of window and by games."""
-        self._counted: InOrder[list[tuple[str, str, float]]] = InOrder()
-        """Entries of training games for the windows, in the order of their numbers."""
         self._first_entropy: float | None = None
         """Entropy of the policy in the run's first update, in nats a token."""
         self._least_exploitable: dict[str, float] = {}
@@ -111,35 +102,13 @@ class TrainingHealth:
         (directory / PAUSED).unlink(missing_ok=True)
 
     def begin_game(self, spec: GameSpec) -> None:
-        """Note a training game that begins: the windows count no later one before it ends."""
-        self._counted.begin(spec.game_idx)
+        """Do nothing: an alarm judges games that have ended."""
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game, before the buffer receives it."""
-        spec = record.spec
-        if spec.kind == "train":
-            for wait in (self._wait, self._waits[spec.env_id]):
+        if record.spec.kind == "train":
+            for wait in (self._wait, self._waits[record.spec.env_id]):
                 wait.ended["void" if record.end == "void" else "whole"] += 1
-        is_left_out = record.end == "void" or spec.eval_label is not None or spec.start is not None
-        entries = [] if is_left_out else list(self._entries(record))
-        for of_game in self._counted.end(spec.game_idx, entries) if spec.kind == "train" else [entries]:
-            for what, games, value in of_game:
-                self._windows[what, games].append(value)
-
-    def _entries(self, record: GameRecord) -> Iterator[tuple[str, str, float]]:
-        """Yield kind of window, games, and this game's value."""
-        spec = record.spec
-        is_training = spec.kind == "train"
-        own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None)]
-        others = {a.model.name for a in spec.agent_specs if a.pid not in own}
-        opponent = others.pop() if len(others) == 1 else None
-        if is_training:
-            yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
-        for pid in own:
-            if opponent is not None and record.outcomes[pid] != "na":
-                shown = opponent_shown(opponent, spec.sampling)
-                games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {shown}"
-                yield SCORED, games, POINTS[record.outcomes[pid]]
 
     async def measure(self, batch: Batch) -> dict[str, float]:
         """Return the repetition metrics of a batch; in a thread, because it may have millions of tokens."""
@@ -150,15 +119,8 @@ class TrainingHealth:
         """Judge an update by its metrics and the games so far; return how often each alarm began."""
         self._update = update
         self.check_skipped(0)
-        self._judge(
-            [
-                *readings_of(metrics),
-                *self._entropy_rise(metrics),
-                *self._exploitability_rises(metrics),
-                *self._readings_of_games(),
-                *self._env_starvation(),
-            ]
-        )
+        self._judge([*readings_of(metrics), *self._entropy_rise(metrics), *self._exploitability_rises(metrics)])
+        self._judge([*self._readings_of_games(), *self._early_ends(), *self._env_starvation()])
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_exploitability(self, metrics: Mapping[str, float]) -> None:
@@ -171,8 +133,8 @@ class TrainingHealth:
         self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)])
 
     def check_evaluation(self, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the best earlier one of the same env and opponent."""
-        self._judge(self._compared(evaluation))
+        """Compare an evaluation with the best earlier one of the same env and opponent; judge the ends of its games."""
+        self._judge([*self._compared(evaluation), *self._early_ends()])
 
     async def run(self) -> None:
         """Check until cancelled that the steps that games play reach the learner."""
@@ -189,7 +151,11 @@ class TrainingHealth:
         if is_over or not self.asks_for_pause.is_set():
             return
         self.unpaused.clear()
-        saved = self._saved(*await save())
+        checkpoint, update = await save()
+        saved = f"Everything is saved in {checkpoint}." if checkpoint else "No checkpoint exists yet."
+        if update < self._update:
+            newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+            saved = f"Update {self._update} could NOT be saved (an alarm says why); {newest}."
         path = self._directory / PAUSED
         reasons, self._reasons = self._reasons, []
         try:
@@ -215,7 +181,7 @@ class TrainingHealth:
         if not self._tracker.alarms:
             return ""
         on = ", ".join(self._alarms.on())
-        return f"  alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}"
+        return f"  alarms {len(self._tracker.alarms)}" + f", on: {on}" * bool(on)
 
     def collapsed(self) -> list[str]:
         """Return each comparison that ended worse than it was: of evaluations, and of training games."""
@@ -237,7 +203,6 @@ class TrainingHealth:
             "alarms": self._alarms.state_dict(),
             "contests": msgspec.to_builtins(self._contests),
             "num_evaluations": self._num_evaluations,
-            "windows": [[*key, list(window)] for key, window in self._windows.items()],
             "first_entropy": self._first_entropy,
             "least_exploitable": self._least_exploitable,
             "update": self._update,
@@ -249,44 +214,41 @@ class TrainingHealth:
         self._contests.update(msgspec.convert(state["contests"], dict[str, Contest]))
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
         self._first_entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
-        for what, games, values in state["windows"]:
-            self._windows[what, games].extend(values)
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
             self._alarms.judge(self._update, self._compared(evaluation))
 
     def _compared(self, evaluation: Evaluation) -> list[Reading]:
         self._num_evaluations += 1
-        result = Result.of(evaluation)
+        if (result := Result.of(evaluation)) is None:
+            return []
         subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
-        return [] if result is None else self._contests[subject].add("collapse", subject, result)
+        return self._contests[subject].add("collapse", subject, result)
 
     def _judge(self, readings: Iterable[Reading]) -> None:
         for change in self._alarms.judge(self._update, readings):
+            when = f"after update {self._update}: {change.text}"
             if change.phase == "ends":
-                log.info("after update %d: %s", self._update, change.text)
+                log.info("%s", when)
                 self._say(change.text)
-            else:
-                self._act(change)
-
-    def _act(self, change: Change) -> None:
-        log.warning("after update %d: %s", self._update, change.text)
-        self._tracker.alarm(self._update, change.text, is_repeat=change.phase == "stays")
-        if change.action == "pause":
-            self._reasons.append(f"after update {self._update}: {change.text}")
-            self.asks_for_pause.set()
-        elif change.action == "stop":
-            self.stopped_by = self.stopped_by or change.text
-            self._stop.set()
+                continue
+            log.warning("%s", when)
+            self._tracker.alarm(self._update, change.text, is_repeat=change.phase == "stays")
+            if change.action == "pause":
+                self._reasons.append(when)
+                self.asks_for_pause.set()
+            elif change.action == "stop":
+                self.stopped_by = self.stopped_by or change.text
+                self._stop.set()
 
     def _entropy_rise(self, metrics: Mapping[str, float]) -> list[Reading]:
         """Compare the policy's entropy with the first update's: some models start at 0.5 nats a token, others at 3."""
         entropy, n = metrics.get("learner/entropy"), int(metrics.get("learner/num_tokens", 0))
         if entropy is None or not n:
             return []
-        if self._first_entropy is None and math.isfinite(entropy):
-            self._first_entropy = entropy
-        rise = 0.0 if self._first_entropy is None else entropy - self._first_entropy
-        return [Reading(alarm="high_entropy", value=rise, n=n)]
+        if self._first_entropy is None:
+            self._first_entropy = entropy if math.isfinite(entropy) else None
+            return [Reading(alarm="high_entropy", value=0.0, n=n)]
+        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy, n=n)]
 
     def _exploitability_rises(self, metrics: Mapping[str, float]) -> Iterator[Reading]:
         """Compare each exact exploitability with the lowest one before it."""
@@ -301,10 +263,10 @@ class TrainingHealth:
 
     def _readings_of_games(self) -> list[Reading]:
         readings: list[Reading] = []
-        for (what, games), window in self._windows.items():
-            n, share = len(window), sum(window) / len(window)
-            if n < MIN_GAMES:
+        for (what, games), window in self._tracker.windows.judged.items():
+            if what == ENDED or (n := len(window)) < MIN_GAMES:
                 continue
+            share = sum(window) / n
             if what == VALID:
                 readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
             result = Result(
@@ -319,13 +281,25 @@ class TrainingHealth:
             readings += self._contests[subject].add("decline", subject, result)
         return readings
 
+    def _early_ends(self) -> Iterator[Reading]:
+        """Yield the share of each env's newest games that ended for each reason of now or of an alarm that is on."""
+        most = self._config.engine.max_generation_len
+        for (what, env_id), window in self._tracker.windows.judged.items():
+            if what != ENDED or (n := len(window)) < MIN_GAMES:
+                continue
+            # An answer shorter than the longest one allowed was cut off by a full context.
+            counts = Counter(reason or CONTEXT_FULL * (cut is not None and cut < most) for reason, cut in window)
+            for reason in REASONS:
+                subject, count = f"{reason} in {env_id}", counts[reason]
+                if count or self._alarms.is_on("ended_early", subject):
+                    yield Reading(alarm="ended_early", value=count / n, n=n, subject=subject)
+
     def _starvation(self) -> Reading:
         """Return for how long games have ended without a step for the learner."""
         wait, buffer, batch_size = self._wait, self._buffer, self._config.learner.batch_size
         is_over = buffer.has_steps_for(batch_size) or not self.unpaused.is_set()
         seconds = wait.seconds(buffer.added - buffer.dropped_stale, is_over)
-        ended = wait.ended.total()
-        if not ended:
+        if not (ended := wait.ended.total()):
             self._filtered = buffer.filtered
             return Reading(alarm="starved", value=0.0, n=0, detail="the learner gets steps again")
         detail = (
@@ -349,13 +323,6 @@ class TrainingHealth:
                 f"{sum(c.dropped for c in of_env)} dropped as too stale, and the rest waits or was left out"
             )
             yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
-
-    def _saved(self, checkpoint: Path | None, update: int) -> str:
-        """Return which update is saved, for a person who may end the paused run."""
-        if update < self._update:
-            newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-            return f"Update {self._update} could NOT be saved (an alarm says why); {newest}."
-        return f"Everything is saved in {checkpoint}." if checkpoint else "No checkpoint exists yet."
 
     def _where(self, best: Result) -> str:
         if best.update == 0:

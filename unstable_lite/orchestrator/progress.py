@@ -1,19 +1,32 @@
-"""Progress of a run: its counters and current policy, the metrics of each update, and the live line."""
+"""Progress of a run: its counters and current policy, the metrics of each update, the live line, and live.json."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from msgspec.structs import asdict
 
 from unstable_lite.config.games import against
+from unstable_lite.files import replaced
 from unstable_lite.orchestrator.wiring import RunParts
+from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.displayed_metrics import METRICS, metrics_of_env
+from unstable_lite.tracking.evaluations import FORFEIT_SHARE
+from unstable_lite.tracking.run_directory import LIVE
 from unstable_lite.transport.messages import Updated
+from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Batch
+
+LIVE_EVERY_S = 2.0
 
 
 class Progress:
@@ -28,10 +41,8 @@ class Progress:
         self._parts = parts
         self._skipped_in_a_row = 0
         self._started = time.monotonic()
-        self._games_before = 0
-        """Number of games played before training started, or resumed."""
-        self._tokens_before = 0
-        """Number of tokens generated before it."""
+        self._games_before = self._tokens_before = 0
+        """Number of games played and of tokens generated before training started, or resumed."""
 
     @property
     def is_over(self) -> bool:
@@ -41,13 +52,12 @@ class Progress:
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Measure the time of training, and show the live line."""
-        parts = self._parts
+        parts, config = self._parts, self._parts.plan.config
         self._started, self._games_before = time.monotonic(), parts.tracker.games_finished
         self._tokens_before = parts.workers.engines.generated_tokens
-        batch_size = parts.plan.config.learner.batch_size
         parts.terminal.start(
-            parts.plan.config.run.learning_steps,
-            lambda: (parts.buffer.size(), batch_size),
+            config.run.learning_steps,
+            lambda: (parts.buffer.size(), config.learner.batch_size),
             self.updates,
             status=self._live_line,
         )
@@ -73,26 +83,32 @@ class Progress:
 
         `metrics`: those that only the train loop knows, its times and the canary's.
         """
-        parts = self._parts
+        parts, tracker = self._parts, self._parts.tracker
         self._skipped_in_a_row = 0
         metrics |= {f"learner/{name}": value for name, value in updated.metrics.items()}
         metrics |= await parts.health.measure(batch)
-        await parts.tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
-        metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics() | self._run_metrics()
-        latest, size = parts.tracker.latest, metrics["learner/max_tokens_per_micro_batch"]
+        await tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
+        metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics()
+        metrics |= {
+            "learner/skipped_updates": self.skipped,
+            "run/tokens_per_s": self._tokens_per_s(),
+            "run/arena_bytes": parts.store.bytes_used(),
+            "transport/dropped_frames": parts.workers.router.dropped_frames,
+            **parts.collector.seats.metrics(),
+            **parts.watchdog.metrics(),
+        }
+        retries, size = "learner/oom_retries", "learner/max_tokens_per_micro_batch"
         # Not for an attempt to grow again that ended at the size before.
-        if metrics["learner/oom_retries"] > latest.get("learner/oom_retries", 0.0) and size < latest.get(
-            "learner/max_tokens_per_micro_batch", math.inf
-        ):
-            self._parts.alarm(
+        is_smaller = metrics[size] < tracker.latest.get(size, math.inf)
+        if is_smaller and metrics[retries] > tracker.latest.get(retries, 0.0):
+            parts.alarm(
                 "the learner ran out of memory and did the update again; a micro-batch now has at most "
-                f"{size:.0f} tokens"
+                f"{metrics[size]:.0f} tokens"
             )
         metrics |= await parts.exact.metrics(self.updates)  # after the metrics of the update's own sleep
         metrics |= parts.health.check_update(self.updates, metrics)
-        parts.tracker.log_update(self.updates, metrics, updated.histograms)
-        still_playing = {parts.registry.get_current_ckpt(), *+parts.collector.evaluating}
-        parts.tracker.end_evaluations(still_playing=still_playing)
+        tracker.log_update(self.updates, metrics, updated.histograms)
+        tracker.end_evaluations(still_playing={parts.registry.get_current_ckpt(), *+parts.collector.evaluating})
         parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, self._live_line())
 
     def _engine_metrics(self) -> dict[str, float]:
@@ -121,6 +137,8 @@ class Progress:
         if buffer.in_flight is not None:
             metrics["buffer/steps_in_flight"] = buffer.in_flight.steps
             metrics["run/games_in_flight"] = len(buffer.in_flight)
+        if self._parts.plan.num_eval_workers and hasattr(self._parts.collector, "eval_share"):
+            metrics["run/eval_share"] = self._parts.collector.eval_share
         return metrics
 
     def _league_metrics(self) -> dict[str, float]:
@@ -136,31 +154,23 @@ class Progress:
             metrics |= {f"trueskill/{env_id} current mu": mu, f"trueskill/{env_id} current sigma": sigma}
         return metrics
 
-    def _run_metrics(self) -> dict[str, float]:
-        parts = self._parts
-        return {
-            "learner/skipped_updates": self.skipped,
-            "run/tokens_per_s": self._tokens_per_s(),
-            "run/arena_bytes": parts.store.bytes_used(),
-            "transport/dropped_frames": parts.workers.router.dropped_frames,
-            **parts.collector.seats.metrics(),
-            **parts.watchdog.metrics(),
-        }
-
     def _live_line(self) -> str:
         """Return the state of this moment; metrics of an update are those of the last one."""
         tracker, seconds = self._parts.tracker, max(time.monotonic() - self._started, 1e-9)
         latest, games = tracker.latest, tracker.games_finished
-        group = f"collection-{self._parts.plan.config.train_envs[0].env_id}"
+        reward, *_ = metrics_of_env(self._parts.plan.config.train_envs[0].env_id)
         items = [
             f"games {games} ({(games - self._games_before) / seconds:.1f}/s)",
             f"tokens/s {self._tokens_per_s():.0f}",
         ]
-        if f"{group}/reward" in latest:
-            items.append(f"reward {latest[f'{group}/reward']:+.2f} (n={latest[f'{group}/n']:.0f})")
+        if reward.name in latest:
+            n = latest[reward.name.replace("/reward", "/n")]
+            items.append(f"{reward.shown(latest)} (n={n:.0f})")
         items += self._points()
         if "learner/staleness_mean" in latest:
-            items += [f"staleness {latest['learner/staleness_mean']:.1f}", f"entropy {latest['learner/entropy']:.2f}"]
+            items += [METRICS[name].shown(latest) for name in ("learner/staleness_mean", "learner/entropy")]
+        if ended := tracker.ended_early():
+            items.append("ended early: " + ", ".join(ended[:3] + ["…"] * (len(ended) > 3)))
         return "  ".join(items) + self._parts.health.status()
 
     def _tokens_per_s(self) -> float:
@@ -177,13 +187,15 @@ class Progress:
             evaluation = newest.get((env.env_id, env.opponent))
             group = f"evaluation-{env.env_id} ({env.opponent})"
             if evaluation is not None:
-                points, n = evaluation.points, evaluation.n
+                points, n, invalid = evaluation.points, evaluation.n, evaluation.ended_invalid / evaluation.n
             elif f"{group}/Points" in tracker.latest:
                 points, n = tracker.latest[f"{group}/Points"], int(tracker.latest[f"{group}/n"])
+                invalid = sum(tracker.latest[f"{group}/Ended by {whose} invalid move"] for whose in ("own", "others'"))
             else:
                 continue
             in_env = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield f"points {points:.0%}{against(env.opponent)}{in_env} (n={n})"
+            forfeits = f", {invalid:.0%} ended by an invalid move" * (invalid > FORFEIT_SHARE)
+            yield f"points {points:.0%}{against(env.opponent)}{in_env} (n={n}{forfeits})"
 
 
 @contextlib.contextmanager
@@ -192,3 +204,73 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     metrics[name] = time.monotonic() - started
+
+
+@contextlib.asynccontextmanager
+async def shown_live(parts: RunParts) -> AsyncIterator[None]:
+    """Write the state to live.json of the run directory while the body runs, for dashboards in other processes.
+
+    Replaced atomically every LIVE_EVERY_S seconds, so that readers ask the run nothing. The last state stays, marked as
+    ended, and as failed if the body raised.
+    """
+
+    def write(**ending: bool) -> None:
+        # A full disk is reported by writers that matter more.
+        with contextlib.suppress(OSError), replaced(parts.directory / LIVE) as partial:
+            partial.write_text(json.dumps(_picture(parts) | ending), encoding="utf-8")
+
+    async def keep_writing() -> None:
+        while True:
+            write(has_ended=False, has_failed=False)
+            await asyncio.sleep(LIVE_EVERY_S)
+
+    writing = asyncio.create_task(keep_writing())
+    try:
+        yield
+    finally:
+        writing.cancel()
+        write(has_ended=True, has_failed=sys.exception() is not None)
+
+
+def _picture(parts: RunParts) -> dict[str, Any]:
+    config, tracker, in_flight = parts.plan.config, parts.tracker, parts.collector.games_in_flight
+    stats = {engine.channel.name: asdict(engine.stats) for engine in parts.workers.engines.engines}
+    workers = [
+        {
+            "name": name,
+            "pid": pid,
+            "device": device,
+            "gpu": environment((device,), 1)["CUDA_VISIBLE_DEVICES"],
+            "state": channel.state.value,
+            "waited_for": channel.num_pending,
+            "stats": stats.get(name),
+        }
+        for name, channel, pid, device in _places(parts)
+    ]
+    return {
+        "time": time.time(),
+        "pid": os.getpid(),
+        "learning_steps": config.run.learning_steps,
+        "games": tracker.games_finished,
+        "void_games": tracker.void_games,
+        "train_games_in_flight": in_flight["train"],
+        "eval_games_in_flight": in_flight["eval"],
+        "buffer": parts.buffer.size(),
+        "buffer_size": config.buffer_size,
+        "batch_size": config.learner.batch_size,
+        "workers": workers,
+    }
+
+
+def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, int | str]]:
+    """Yield name, channel, process id and device of each worker and of each rank of the learner.
+
+    Of an engine's GPUs it is the first. A rank on another machine has no process id.
+    """
+    plan, workers = parts.plan, parts.workers
+    devices = [*(devices[:1] for devices in plan.devices_by_engine), plan.learner_devices]
+    for process, own in zip(workers.processes, devices, strict=True):
+        for rank, device in zip(process.ranks, own, strict=True):
+            yield rank.channel.name, process.channel, rank.pid, device
+    for rank_index in range(len(plan.learner_devices), plan.num_ranks):
+        yield f"learner-{rank_index}", workers.learner.channel, None, "elsewhere"

@@ -11,32 +11,67 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite import plugins
 from unstable_lite.adapters.store import reap_stale_arenas, try_lock
 from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.errors import ConfigError, UnstableError, described, users_frame
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.orchestrator.custom_parts import check_parts
-from unstable_lite.orchestrator.event_loop import first_reason, handled_signals, run_in_loop
-from unstable_lite.orchestrator.logs import log_file
-from unstable_lite.orchestrator.resume import rewind_to_checkpoint
-from unstable_lite.orchestrator.status import shown_live
-from unstable_lite.orchestrator.summary import Summary, summarise
+from unstable_lite.orchestrator.checkpoint import rewind_to_checkpoint
+from unstable_lite.orchestrator.event_loop import first_reason, handled_signals, log_file, run_in_loop
+from unstable_lite.orchestrator.progress import shown_live
 from unstable_lite.orchestrator.train_loop import TrainLoop
-from unstable_lite.orchestrator.wiring import wired_parts
+from unstable_lite.orchestrator.wiring import RunParts, check_parts
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.printable import visible
+from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.transport.rpc import reap_stale_sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Result of a run that has ended."""
+
+    directory: Path
+    updates: int
+    skipped_updates: int
+    games: int
+    void_games: int
+    dropped_stale_steps: int
+    """Number of steps that became too stale to be trained on."""
+    seconds: float
+    """Time since the run was started or resumed."""
+    training_seconds: float
+    """Time from the first training game to the last update, without start-up and the evaluations around it."""
+    evaluations: tuple[Evaluation, ...]
+    alarms: tuple[str, ...]
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    is_resumed: bool = False
+    """Whether the times count from a resume; the other numbers are those of the whole run."""
+    planned_updates: int = 0
+    """Updates that the config asks for; a run that was stopped has made fewer."""
+    collapsed: tuple[str, ...] = ()
+    """Comparisons that ended worse than they were: of evaluations, and of training games."""
+    stopped_by: str | None = None
+    """The alarm that ended the run, if one did."""
+    played_steps: int = 0
+    """Number of collected steps of games that ended."""
+    most_dropped: str | None = None
+    """Env and class of game length of which the largest share was dropped, if any was."""
+    ended_early: tuple[str, ...] = ()
+    """Numbers of games by the reason of their end, env and opponent."""
 
 
 class Run:
@@ -65,10 +100,7 @@ class Run:
             {"scheduler": scheduler, "buffer": buffer, "terminal": terminal},
         )
         self.plan = plan
-        self._scheduler = scheduler
-        self._buffer = buffer
-        self._tracker = tracker
-        self._collector = collector
+        self._given = scheduler, buffer, tracker, collector
         self._terminal = terminal or TerminalInterface()
         self._resume = resume
         self.directory: Path | None = None
@@ -97,22 +129,24 @@ class Run:
         before, for `block=True` within an event loop, and if the calling file is being imported for a class in it,
         because each import would start one more run.
         """
-        if _is_called_by_import():
-            raise ConfigError(
-                "this file starts a run when it is imported for a class that a config names: put the start of the run "
-                'under `if __name__ == "__main__":`'
-            )
+        plugins.check_not_imported()
         if self._outcome is not None:
             raise ConfigError("this run was started before: build another one, or use `run --resume DIRECTORY`")
         if block and asyncio._get_running_loop() is not None:
             raise ConfigError(
                 "start() cannot block within an event loop (a notebook has one): start(block=False), then wait()"
             )
-        self._change_plan(
-            learning_steps=learning_steps,
-            num_collection_workers=num_collection_workers,
-            num_eval_workers=num_eval_workers,
-        )
+        given = {
+            "learning_steps": learning_steps,
+            "num_collection_workers": num_collection_workers,
+            "num_eval_workers": num_eval_workers,
+        }
+        raw = self.plan.config.model_dump()
+        raw["run"] |= {name: value for name, value in given.items() if value is not None}
+        config, problems = parse_config(raw)
+        if problems or config is None:
+            raise ConfigError(*problems)
+        self.plan = make_plan(config, self.plan.copies)
         self._outcome = futures.Future()
         if block:
             self._run_into(self._outcome)
@@ -121,15 +155,6 @@ class Run:
         # For a script that ends without `wait`: after this hook Python starts no more work in the run's threads.
         threading._register_atexit(self._wait_at_exit, self._outcome)  # type: ignore[attr-defined]
         return None
-
-    def _change_plan(self, **given: int | None) -> None:
-        """Replace keys of section `run` by the numbers that are given."""
-        changes = {name: value for name, value in given.items() if value is not None}
-        raw = self.plan.config.model_dump()
-        config, problems = parse_config({**raw, "run": {**raw["run"], **changes}})
-        if problems or config is None:
-            raise ConfigError(*problems)
-        self.plan = make_plan(config, self.plan.copies)
 
     def wait(self) -> Summary:
         """Wait for a run that was started with `block=False`, and raise the error that ended it, if one did.
@@ -163,39 +188,61 @@ class Run:
     async def execute(self) -> Summary:
         """Start the workers, train, evaluate and save; leave no process and no shared memory, however the run ends."""
         self._loop, self._whole_run = asyncio.get_running_loop(), asyncio.current_task()
+        with handled_signals(self._interrupt):  # from the first moment on
+            try:
+                return await self._execute()
+            except BaseExceptionGroup as group:
+                reason = first_reason(group)
+                if isinstance(reason, Exception) and not isinstance(reason, UnstableError) and users_frame(reason):
+                    raise UnstableError(f"your code ended the run: {described(reason)}") from reason
+                raise reason from group
+            finally:
+                self._terminal.stop()
+
+    async def _execute(self) -> Summary:
         started, checkpoint, say = time.monotonic(), None, self._terminal.say
         directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
         self.directory = directory
         say(f"run directory {directory}")
-        lock = try_lock(directory)
-        if lock is None:
+        if (lock := try_lock(directory)) is None:
             raise UnstableError(f"{directory}: another process is running this run")
         try:
             if self._resume is not None:
                 checkpoint = rewind_to_checkpoint(directory, self.plan.config, say)
-            for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
+            for path in (*reap_stale_arenas(), *reap_stale_arenas(directory), *reap_stale_sockets()):
                 say(f"removed {path}, left behind by a run that was killed")
-            with log_file(directory / "logs" / "orchestrator.log"), handled_signals(self._interrupt):
-                async with wired_parts(
-                    self.plan,
-                    directory,
-                    terminal=self._terminal,
-                    stop=self._stop,
-                    checkpoint=checkpoint,
-                    scheduler=self._scheduler,
-                    buffer=self._buffer,
-                    make_tracker=self._tracker,
-                    make_collector=self._collector,
-                ) as parts:
+            parts = RunParts(self.plan, directory, self._terminal, self._stop, checkpoint)
+            with log_file(directory / "logs" / "orchestrator.log"):
+                async with parts.wired(*self._given):
                     self.training = TrainLoop(parts)
                     async with shown_live(parts):
                         await self.training.run()
-            return summarise(self.training, time.monotonic() - started, is_resumed=self._resume is not None)
-        except BaseExceptionGroup as group:
-            raise first_reason(group) from group
+            return self._summary(self.training, time.monotonic() - started)
         finally:
             os.close(lock)
-            self._terminal.stop()
+
+    def _summary(self, training: TrainLoop, seconds: float) -> Summary:
+        parts = training.parts
+        return Summary(
+            directory=parts.directory,
+            updates=training.progress.updates,
+            skipped_updates=training.progress.skipped,
+            games=parts.tracker.games_finished,
+            void_games=parts.tracker.void_games,
+            dropped_stale_steps=parts.buffer.dropped_stale,
+            seconds=seconds,
+            is_resumed=self._resume is not None,
+            training_seconds=training.progress.training_seconds,
+            evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),
+            alarms=tuple(parts.tracker.alarms),
+            checkpoint=training.saver.newest,
+            planned_updates=parts.plan.config.run.learning_steps,
+            collapsed=tuple(parts.health.collapsed()),
+            stopped_by=parts.health.stopped_by,
+            played_steps=sum(counts.played for counts in parts.buffer.counts.values()),
+            most_dropped=parts.buffer.counts.most_dropped(),
+            ended_early=tuple(parts.tracker.ended_early()),
+        )
 
     def _run_into(self, outcome: futures.Future[Summary]) -> None:
         try:
@@ -229,9 +276,3 @@ class Run:
         else:
             self._terminal.say("interrupted: finishing the current update, then saving (Ctrl-C again: end now)")
             self._stop.set()
-
-
-def _is_called_by_import() -> bool:
-    """Return whether this package, here or in a worker, imports the file that calls `start`."""
-    callers = traceback.walk_stack(sys._getframe(2))
-    return any(frame.f_globals.get("__name__", "").startswith("unstable_lite.") for frame, _ in callers)

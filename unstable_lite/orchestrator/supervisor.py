@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 WINDOW_S = 3600.0
 """Deaths that are older do not count against the budget."""
+BACKOFF_S = 1.0
+"""Wait before the first restart; it doubles before each further one."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,8 @@ class Supervisor:
     is_dispensable: Callable[[], bool] = lambda: False
     """Whether other workers do its work while the server that it speaks to is away."""
     restarts: int = 0
-    _deaths: deque[float] = field(default_factory=deque)
+    _deaths: deque[tuple[float, str]] = field(default_factory=deque)
+    """Time and place (`WorkerDied.place`) of each."""
     _is_waited_for: bool = False
     """Whether an alarm has said that the worker's server is away."""
 
@@ -71,11 +74,8 @@ class Supervisor:
 
     async def _restart(self, death: WorkerDied) -> None:
         while True:
-            if death.is_away and not death.is_final and self.is_dispensable():
-                self._wait_for_server(death)
-            else:
-                self._count(death)
-            await asyncio.sleep(self.config.restart_backoff_s * 2 ** max(len(self._deaths) - 1, 0))
+            self._judge(death)
+            await asyncio.sleep(BACKOFF_S * 2 ** max(len(self._deaths) - 1, 0))
             try:
                 async with self.starting():
                     await self.process.start()
@@ -86,25 +86,28 @@ class Supervisor:
                 self.restarts += 1
                 return
 
-    def _wait_for_server(self, death: WorkerDied) -> None:
-        log.warning("%s", death)
-        if not self._is_waited_for:
-            self._is_waited_for = True
-            self.alarm(f"{str(death).splitlines()[0]} The run continues on the other engines and waits for it.")
-
-    def _count(self, death: WorkerDied) -> None:
+    def _judge(self, death: WorkerDied) -> None:
+        """Raise an alarm for a death after which the worker is restarted, or raise WorkerDied if it is not."""
         if death.is_final:
             raise death
-        now, most = time.monotonic(), self.config.max_restarts
-        while self._deaths and self._deaths[0] < now - WINDOW_S:
+        now, most, first_line = time.monotonic(), self.config.max_restarts, str(death).splitlines()[0].rstrip(".")
+        if death.is_away and self.is_dispensable():
+            log.warning("%s", death)
+            if not self._is_waited_for:
+                self._is_waited_for = True
+                self.alarm(f"{first_line}. The run continues on the other engines and waits for it.")
+            return
+        while self._deaths and self._deaths[0][0] < now - WINDOW_S:
             self._deaths.popleft()
-        self._deaths.append(now)
+        if death.place and any(place == death.place for _, place in self._deaths):
+            raise WorkerDied(f"{death}\n(the same error at the same line as before: it is not restarted again)")
+        self._deaths.append((now, death.place))
+        if most == 0:
+            raise death
         if len(self._deaths) > most:
-            if most == 0:
-                raise death
             raise WorkerDied(f"{death}\n({len(self._deaths)} deaths within the hour; run.max_restarts = {most})")
         log.warning("%s", death)
-        self.alarm(f"{str(death).splitlines()[0]} It is restarted ({len(self._deaths)} of {most}).")
+        self.alarm(f"{first_line}. It is restarted ({len(self._deaths)} of {most}).")
 
     async def _kill_when_silent(self) -> None:
         """Kill the worker if it owes an answer and says nothing; one that owes none does no harm."""

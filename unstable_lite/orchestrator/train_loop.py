@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
+from unstable_lite.orchestrator.checkpoint import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.frozen_players import load_frozen
 from unstable_lite.orchestrator.progress import Progress, timed
-from unstable_lite.orchestrator.saving import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.types import INITIAL, Batch
 
@@ -49,7 +50,7 @@ class TrainLoop:
         with self.progress.training():
             while not self.progress.is_over:
                 if await self._update():
-                    self.saver.save_in_background_if_due(tasks)
+                    self.saver.begin_to_save_if_due(tasks)
                     if self.evaluations.is_due:
                         evaluation = self.evaluations.evaluate(f"update {self.progress.updates}")
                         evaluating.append(tasks.create_task(evaluation))
@@ -73,17 +74,16 @@ class TrainLoop:
                         await self.evaluations.evaluate(f"update {self.progress.updates}")
                 await parts.health.pause_if_asked(self.saver.save_newest)
 
-    async def _next_batch(self) -> Batch:
-        return await self.parts.buffer.get_batch(self.parts.plan.config.learner.batch_size, self.progress.version)
-
     async def _update(self) -> bool:
         """Learn from one batch, sync the new adapter to every engine, and let games use it.
 
         Returns False if there was no update: the batch was skipped, or the run is to stop or to pause.
         """
         parts, version, metrics = self.parts, self.progress.version + 1, dict[str, float]()
+        batch_size = parts.plan.config.learner.batch_size
+        next_batch: Coroutine[Any, Any, Batch] = parts.buffer.get_batch(batch_size, self.progress.version)
         with timed(metrics, "learner/wait_for_batch_s"):
-            batch = await unless_set(self._next_batch(), parts.stop, parts.health.asks_for_pause)
+            batch = await unless_set(next_batch, parts.stop, parts.health.asks_for_pause)
         if batch is None:
             return False
         parts.pool.evict_if_needed()
@@ -101,14 +101,14 @@ class TrainLoop:
             self.progress.updates += 1
             self.progress.promote(f"ckpt-{self.progress.updates}", version)
         await self.progress.report(batch, updated, metrics)
-        self.saver.mark_due()
         return True
 
     async def _start(self) -> None:
         """Check the base, the frozen players, and the adapter that training starts from, if there is one."""
         parts = self.parts
         canary = await parts.adapter_sync.canaries.check_base()
-        await load_frozen(parts.frozen, parts.adapter_sync)
+        for player in parts.frozen:
+            await parts.adapter_sync.load_frozen(player.id, player.name, player.directory)
         if parts.resume_from is not None:
             canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:

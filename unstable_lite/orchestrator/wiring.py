@@ -1,204 +1,264 @@
-"""The parts of a run: make them and connect them. The only module that knows every part's constructor."""
+"""The parts of a run: make them and connect them. The only module that knows every part's constructor.
+
+A script may replace some: scheduler, registry, buffer and terminal by objects; tracker and collector, which need the
+run directory and the workers, by classes or functions that take the keyword arguments of `Tracker` and `Collector`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from unstable_lite import plugins
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.engines.base import ENGINE_STALL_S
+from unstable_lite.engines.client import EngineClient
+from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_pool import EnvPool, opened_env_pool
+from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.thinking_budget import thinking_budget
+from unstable_lite.games.players.policy import thinking_budget
+from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.learner import UPDATE_TIMEOUT_S
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks
 from unstable_lite.orchestrator.checkpoint import Checkpoint
-from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
-from unstable_lite.orchestrator.colocation import Colocation
-from unstable_lite.orchestrator.custom_parts import made_part
-from unstable_lite.orchestrator.exact_evaluations import ExactEvaluations
-from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
+from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool, keep_frozen
+from unstable_lite.orchestrator.evaluations import ExactEvaluations
+from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.supervisor import Supervisor
-from unstable_lite.orchestrator.watchdog import LoopWatchdog
-from unstable_lite.orchestrator.workers import Workers, started_workers
-from unstable_lite.planning.adapter_slots import active_checkpoints, adapters_in_memory
+from unstable_lite.orchestrator.workers import Colocation, started_workers
+from unstable_lite.planning.defaults import active_checkpoints, adapters_in_memory
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
-from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
-from unstable_lite.rollout.lockstep import LockStep
-from unstable_lite.rollout.newest_adapter import leased_newest
+from unstable_lite.rollout.buffer import EpisodeBuffer
+from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import RichSink, Sink, Tracker
 from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.processes import WorkerProcess
 
+T = TypeVar("T")
+
 CANARY_PROMPTS = 8
 """Number of prompts of the canary, at most."""
+STATE = ("state_dict", "load_state_dict")
+INTERFACES: dict[str, tuple[str, ...]] = {
+    "scheduler": ("registry", "next_train_group", "next_eval_job", "update", *STATE),
+    "scheduler.registry": (
+        "current", "get", "get_current_ckpt", "get_all_models", "checkpoints", "fixed", "others", "lag", "add_policy",
+        "add_fixed", "eval_opponent", "frozen_adapters", "set_anchor", "set_active", "bring_back", "update_ratings",
+        "match_quality", "match_counts", "match_results", "touched", "touched_pairs", *STATE,
+    ),
+    "buffer": (
+        "batches", "begin_game", "add_game", "get_batch", "has_batch", "has_steps_for", "is_full", "wait_for_room",
+        "wake", "size", "contents", "refill", "counts", "added", "filtered", "dropped_stale", "dropped_lately",
+        "left_lately", *STATE,
+    ),
+    "terminal": ("start", "stop", "stop_counting", "say", "doing", "show_update"),
+    "tracker": (
+        "begin_game", "add_record", "add_evaluation", "end_evaluations", "evaluations", "add_train_data", "alarm",
+        "alarms", "log", "log_update", "windows", "latest", "games_finished", "void_games", "ended_early",
+        "state_dict", "resume", "close",
+    ),
+    "collector": (
+        "run", "play_round", "evaluate", "evaluating", "tell_new_checkpoint", "games_in_flight", "seats", "runner",
+        *STATE,
+    ),
+}  # fmt: skip
+"""Names that a run uses of each part that can be replaced. It also sets `buffer.in_flight` and `tracker.registry`."""
+FACTORIES: dict[str, type] = {"tracker": Tracker, "collector": Collector}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """Every part of a run."""
+    """Every part of a run; most exist only within `wired`."""
 
-    plan: Plan
-    directory: Path
-    workers: Workers
-    supervisors: tuple[Supervisor, ...]
-    environments: EnvPool
-    store: AdapterStore
-    table: AdapterTable
-    scheduler: GameScheduler
-    registry: ModelRegistry
-    frozen: tuple[FrozenPlayer, ...]
-    """Frozen players whose adapters are loaded at the start."""
-    buffer: StepBuffer | EpisodeBuffer
-    collector: Collector
-    adapter_sync: AdapterSync
-    colocation: Colocation
-    exact: ExactEvaluations
-    pool: CheckpointPool
-    tracker: Tracker
-    health: TrainingHealth
-    terminal: TerminalInterface
-    watchdog: LoopWatchdog
-    resume_from: Checkpoint | None
-    alarm: Callable[[str], None]
-    """Reports an alarm of the current update."""
-    stop: asyncio.Event
-    """Event that asks the run to finish the current update, save, and end."""
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        terminal: TerminalInterface,
+        stop: asyncio.Event,
+        resume_from: Checkpoint | None,
+    ) -> None:
+        self.plan = plan
+        self.directory = directory
+        self.terminal = terminal
+        self.stop = stop
+        """Event that asks the run to finish the current update, save, and end."""
+        self.resume_from = resume_from
 
+    def alarm(self, text: str) -> None:
+        """Report an alarm of the current update."""
+        self.tracker.alarm(self.registry.get(self.registry.get_current_ckpt()).iteration or 0, text)
 
-@contextlib.asynccontextmanager
-async def wired_parts(
-    plan: Plan,
-    directory: Path,
-    *,
-    terminal: TerminalInterface,
-    stop: asyncio.Event,
-    checkpoint: Checkpoint | None = None,
-    scheduler: GameScheduler | None = None,
-    buffer: StepBuffer | EpisodeBuffer | None = None,
-    make_tracker: Callable[..., Tracker] = Tracker,
-    make_collector: Callable[..., Collector] = Collector,
-) -> AsyncIterator[RunParts]:
-    """Yield the parts of a run with its workers up; on exit no process, file or shared memory of it is left open.
+    @contextlib.asynccontextmanager
+    async def wired(
+        self,
+        scheduler: GameScheduler | None,
+        buffer: StepBuffer | EpisodeBuffer | None,
+        make_tracker: Callable[..., Tracker],
+        make_collector: Callable[..., Collector],
+    ) -> AsyncIterator[None]:
+        """Make the parts and bring the workers up; on exit no process, file or shared memory of the run is left open.
 
-    `checkpoint`: of the run that resumes. `scheduler`, `buffer`: made from the config if not given.
-    """
-    config, say, log_path = plan.config, terminal.say, directory / "logs" / "orchestrator.log"
-    scheduler, buffer = scheduler or _scheduler(config), buffer or make_buffer(config)
-    registry = scheduler.registry
-    add_other_opponents(config, registry)
-    frozen = await asyncio.to_thread(keep_frozen, plan, registry, directory, say)
-    buffer.in_flight = in_flight(config, plan.game_lengths, len(frozen))
-    async with contextlib.AsyncExitStack() as stack:
-        tracker = stack.enter_context(contextlib.closing(_tracker(make_tracker, config, directory, checkpoint, say)))
-        tracker.registry = registry
-
-        def alarm(text: str) -> None:
-            tracker.alarm(registry.get(registry.get_current_ckpt()).iteration or 0, text)
-
-        # Closed after the workers: a learner that still writes needs its directory.
-        stores = stack.enter_context(contextlib.ExitStack())
-        watchdog = stack.enter_context(LoopWatchdog(config.run.loop_stall_s, log_path, alarm))
-        with terminal.doing(lambda: "starting the workers"):
-            environments = await stack.enter_async_context(opened_env_pool(log_path.parent, config.run.env_timeout_s))
-            workers = await stack.enter_async_context(
-                started_workers(plan, log_path.parent, say, is_restart=checkpoint is not None)
+        `scheduler`, `buffer`: made from the config if not given.
+        """
+        plan, directory, say, alarm = self.plan, self.directory, self.terminal.say, self.alarm
+        config, logs = plan.config, directory / "logs"
+        self.scheduler, self.buffer = scheduler or make_scheduler(config), buffer or make_buffer(config)
+        self.registry = self.scheduler.registry
+        add_other_opponents(config, self.registry)
+        self.frozen = await asyncio.to_thread(keep_frozen, plan, self.registry, directory, say)
+        self.buffer.in_flight = in_flight(config, plan.game_lengths, len(self.frozen))
+        async with contextlib.AsyncExitStack() as stack:
+            self.tracker = self._tracker(make_tracker)
+            stack.callback(self.tracker.close)
+            if self.resume_from is not None:
+                resume_tracker(self.tracker, self.resume_from, directory)
+            # Closed after the workers: a learner that still writes needs its directory.
+            stores = stack.enter_context(contextlib.ExitStack())
+            self.watchdog = stack.enter_context(
+                LoopWatchdog(stall_of(config.run.env_timeout_s), logs / "orchestrator.log", alarm)
             )
-        needed = workers.adapter_bytes * adapters_in_memory(config, len(frozen))
-        store = AdapterStore(directory.name, fallback=directory, bytes_needed=needed, alarm=alarm)
-        stores.callback(store.close)
-        if store.remark is not None:
-            say(store.remark)
-        is_in_turns = config.run.schedule == "sync"
-        lock_step = LockStep(workers.engines.generate) if is_in_turns else None
-        generate = lock_step.generate if lock_step is not None else workers.engines.generate
-        sampling_seed = derive_seed(config.run.seed, "sampling") if is_in_turns else None
-        templates, thinking = templates_for(config, workers.prompts), thinking_budget(config.engine, workers.info)
-        table = AdapterTable(config.engine.max_loras)
-        newest = partial(leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
-        seats = await stack.enter_async_context(
-            PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest, thinking)
+            with self.terminal.doing(lambda: "starting the workers"):
+                self.environments = await stack.enter_async_context(opened_env_pool(logs, config.run.env_timeout_s))
+                self.workers = await stack.enter_async_context(
+                    started_workers(plan, logs, say, is_restart=self.resume_from is not None)
+                )
+            needed = self.workers.adapter_bytes * adapters_in_memory(config, len(self.frozen))
+            self.store = AdapterStore(directory.name, fallback=directory, bytes_needed=needed, alarm=alarm)
+            stores.callback(self.store.close)
+            if self.store.remark is not None:
+                say(self.store.remark)
+            self.table = AdapterTable(config.engine.max_loras)
+            templates = templates_for(config, recorded_prompts(config, self.workers.prompts, directory, is_own=True))
+            lock_step = LockStep(self.workers.engines.generate) if config.run.schedule == "sync" else None
+            seats = await stack.enter_async_context(self._seats(templates, lock_step))
+            self._connect(templates, lock_step, seats, make_collector)
+            yield
+
+    def _seats(self, templates: Mapping[str, Template], lock_step: LockStep | None) -> PlayerFactory:
+        config = self.plan.config
+        return PlayerFactory(
+            lock_step.generate if lock_step else self.workers.engines.generate,
+            templates,
+            config.opponents,
+            self.terminal.say,
+            derive_seed(config.run.seed, "sampling") if lock_step else None,
+            partial(leased_newest, self.registry, self.table) if config.league.adapter_policy == "turn" else None,
+            thinking_budget(config.engine, self.workers.info),
         )
-        prompts, tolerance = _canary_prompts(config, templates), config.learner.canary_tolerance
-        canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)
-        adapter_sync = AdapterSync(workers.engines, store, table, canaries)
-        health = TrainingHealth(config, directory, buffer, tracker, say, stop)
-        collector = made_part(
+
+    def _connect(
+        self,
+        templates: Mapping[str, Template],
+        lock_step: LockStep | None,
+        seats: PlayerFactory,
+        make_collector: Callable[..., Collector],
+    ) -> None:
+        """Make the parts between games, engines and learner, which are up."""
+        config, directory, alarm = self.plan.config, self.directory, self.alarm
+        engines, learner = self.workers.engines, self.workers.learner
+        prompts, tolerance = canary_prompts(config, templates), config.learner.canary_tolerance
+        canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm)
+        self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
+        self.health = TrainingHealth(config, directory, self.buffer, self.tracker, self.terminal.say, self.stop)
+        self.collector = made_part(
             "collector",
             make_collector,
-            scheduler=scheduler,
-            buffer=buffer,
+            scheduler=self.scheduler,
+            buffer=self.buffer,
             seats=seats,
-            table=table,
+            table=self.table,
             config=config.run,
-            listeners=(tracker, health),
+            listeners=(self.tracker, self.health),
             lock_step=lock_step,
-            environments=environments,
-            unpaused=health.unpaused,
+            environments=self.environments,
+            unpaused=self.health.unpaused,
         )
-        colocation = _colocation(plan, workers, adapter_sync, collector)
-        pool = CheckpointPool(
-            config.league,
-            active_checkpoints(config, len(frozen)),
-            registry,
-            table,
-            store,
-            adapter_sync,
-            directory / "adapters",
-            alarm,
+        self.colocation = self._colocation()
+        self.supervisors = tuple(map(self._supervisor, self.workers.processes))
+        self.exact = ExactEvaluations(config, templates, learner, self.colocation, alarm)
+        size = active_checkpoints(config, len(self.frozen))
+        of_copies = directory / "adapters"
+        self.pool = CheckpointPool(
+            config.league, size, self.registry, self.table, self.store, self.adapter_sync, of_copies, alarm
         )
-        yield RunParts(
-            plan=plan,
-            directory=directory,
-            workers=workers,
-            supervisors=_supervisors(config, workers, adapter_sync, colocation, alarm),
-            environments=environments,
-            store=store,
-            table=table,
-            scheduler=scheduler,
-            registry=registry,
-            frozen=frozen,
-            buffer=buffer,
-            collector=collector,
-            adapter_sync=adapter_sync,
-            colocation=colocation,
-            exact=ExactEvaluations(config, templates, workers.learner, colocation, alarm),
-            pool=pool,
-            tracker=tracker,
-            health=health,
-            terminal=terminal,
-            watchdog=watchdog,
-            resume_from=checkpoint,
-            alarm=alarm,
-            stop=stop,
+
+    def _tracker(self, make: Callable[..., Tracker]) -> Tracker:
+        config, directory = self.plan.config, self.directory
+        tensorboard = TensorBoardSink(directory / "tensorboard")
+        if self.resume_from is None:
+            tensorboard.lay_out(config)
+        rich: list[RichSink] = [tensorboard]
+        raw = config.model_dump(mode="json")
+        if config.tracker.wandb_project:
+            from unstable_lite.tracking.wandb import WandbSink
+
+            rich.append(WandbSink(config.tracker.wandb_project, directory, raw))
+        texts = {"run/config": to_toml(raw), "run/versions": json.dumps(versions(), indent=2)}
+        for sink in rich:
+            sink.log_texts(self.resume_from.state["updates"] if self.resume_from else 0, texts)
+        sinks: list[Sink] = [JsonlSink(directory / "metrics.jsonl"), *rich]
+        say = self.terminal.say
+        tracker = made_part("tracker", make, run_directory=directory, sinks=sinks, config=config.tracker, say=say)
+        tracker.registry = self.registry
+        return tracker
+
+    def _colocation(self) -> Colocation:
+        sleepers, others = list[EngineClient](), list[EngineClient]()
+        for engine, devices in zip(self.workers.engines.engines, self.plan.devices_by_engine, strict=True):
+            shares = not set(devices).isdisjoint(self.plan.shared_devices)
+            sleeps = shares and self.plan.config.engine.when_shared == "sleep"
+            (sleepers if sleeps else others).append(engine)
+        return Colocation(sleepers, self.adapter_sync.restore, others, learning=self.collector.runner.clock_stopped)
+
+    def _supervisor(self, process: WorkerProcess) -> Supervisor:
+        config, engines = self.plan.config, self.workers.engines
+        engine = next((one for one in engines.engines if one.channel.name == process.channel.name), None)
+        sharing = self.colocation if engine in self.colocation.engines else None
+        return Supervisor(
+            process,
+            config.run,
+            config.engine.start_timeout_s,
+            ENGINE_STALL_S if engine else UPDATE_TIMEOUT_S,
+            restore=partial((sharing or self.adapter_sync).restore, engine) if engine else self.workers.learner.restore,
+            alarm=self.alarm,
+            starting=sharing.starting if sharing else contextlib.nullcontext,
+            is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),
         )
+
+
+def resume_tracker(tracker: Tracker, checkpoint: Checkpoint, directory: Path) -> None:
+    """Restore a tracker's state, and the evaluations that the run recorded."""
+    evaluations = list(read_records(directory / "eval.jsonl"))
+    with checkpoint.understood():
+        tracker.resume(checkpoint.state["tracker"], evaluations)
 
 
 def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
@@ -224,9 +284,9 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
     )
 
 
-def _scheduler(config: Config) -> GameScheduler:
-    registry = ModelRegistry(beta=config.league.trueskill_beta)
-    model_sampler = build_model_sampler(config, registry, _stream(config, "opponents"))
+def make_scheduler(config: Config) -> GameScheduler:
+    """Return the scheduler that a resolved config asks for, with a registry of its own."""
+    model_sampler = build_model_sampler(config, ModelRegistry(), _stream(config, "opponents"))
     run, shares_by = config.run, config.league.shares_by
     branches = BranchPoints(config.branching, run.group_size, run.seed) if config.branching.share else None
     return GameScheduler(
@@ -239,72 +299,7 @@ def _stream(config: Config, purpose: str) -> random.Random:
     return random.Random(derive_seed(config.run.seed, purpose))
 
 
-def _tracker(
-    make: Callable[..., Tracker],
-    config: Config,
-    directory: Path,
-    checkpoint: Checkpoint | None,
-    say: Callable[[str], None],
-) -> Tracker:
-    sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
-    tracker = made_part("tracker", make, run_directory=directory, sinks=sinks, config=config.tracker, say=say)
-    if checkpoint is not None:
-        evaluations = list(read_records(directory / "eval.jsonl"))
-        with checkpoint.understood():
-            tracker.resume(checkpoint.state["tracker"], evaluations)
-    return tracker
-
-
-def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[Sink]:
-    tensorboard = TensorBoardSink(directory / "tensorboard")
-    if resumed_after is None:
-        tensorboard.lay_out(config)
-    rich: list[RichSink] = [tensorboard]
-    raw = config.model_dump(mode="json")
-    if config.tracker.wandb_project:
-        from unstable_lite.tracking.wandb import WandbSink
-
-        rich.append(WandbSink(config.tracker.wandb_project, directory, raw))
-    texts = {"run/config": to_toml(raw), "run/versions": json.dumps(versions(), indent=2)}
-    for sink in rich:
-        sink.log_texts(resumed_after or 0, texts)
-    return [JsonlSink(directory / "metrics.jsonl"), *rich]
-
-
-def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collector: Collector) -> Colocation:
-    engines = list(zip(workers.engines.engines, plan.devices_by_engine, strict=True))
-    sharing = [engine for engine, devices in engines if not set(devices).isdisjoint(plan.shared_devices)]
-    sleepers = sharing if plan.config.engine.when_shared == "sleep" else []
-    others = [engine for engine, _ in engines if engine not in sleepers]
-    return Colocation(sleepers, adapter_sync.restore, others, learning=collector.runner.clock_stopped)
-
-
-def _supervisors(
-    config: Config, workers: Workers, adapter_sync: AdapterSync, colocation: Colocation, alarm: Callable[[str], None]
-) -> tuple[Supervisor, ...]:
-    engines = {engine.channel.name: engine for engine in workers.engines.engines}
-
-    def supervisor(process: WorkerProcess) -> Supervisor:
-        engine = engines.get(process.channel.name)
-        if engine is None:
-            start_s, stall_s = config.learner.start_timeout_s, config.learner.update_timeout_s
-            return Supervisor(process, config.run, start_s, stall_s, workers.learner.restore, alarm)
-        is_sleeper = engine in colocation.engines
-        return Supervisor(
-            process,
-            config.run,
-            config.engine.start_timeout_s,
-            config.engine.stall_timeout_s,
-            restore=partial((colocation if is_sleeper else adapter_sync).restore, engine),
-            alarm=alarm,
-            starting=colocation.starting if is_sleeper else contextlib.nullcontext,
-            is_dispensable=lambda: any(other is not engine for other in workers.engines.up),
-        )
-
-    return tuple(map(supervisor, workers.processes))
-
-
-def _canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:
+def canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:
     """Return the first prompts of up to CANARY_PROMPTS different games, of all envs in turn.
 
     An env whose reset is slow, or that needs its own process, gives one prompt.
@@ -319,3 +314,56 @@ def _canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[s
             _, observation = environment_of(spec, seed).observe()
             prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None
     return list(prompts)
+
+
+def check_parts(config: Config, factories: dict[str, Callable[..., Any]], parts: dict[str, Any]) -> None:
+    """Raise ConfigError with every reason why a run cannot use these parts; parts that are None are not given.
+
+    factories: `tracker` and `collector`.
+    """
+    problems = [problem for name, made in factories.items() for problem in _factory_problems(name, made)]
+    given = {name: part for name, part in parts.items() if part is not None}
+    if hasattr(parts["scheduler"], "registry"):
+        given["scheduler.registry"] = parts["scheduler"].registry
+    for name, part in given.items():
+        if isinstance(part, type):
+            problems.append(f"{name}: {part.__name__} is a class; give an object of it")
+        else:
+            problems += plugins.interface_problems(name, part, INTERFACES[name])
+    batches = getattr(parts["buffer"], "batches", config.buffer.kind)
+    if batches != config.buffer.kind:
+        name = type(parts["buffer"]).__name__
+        problems.append(f"buffer: {config.algorithm} learns from {config.buffer.kind}, not from a {name} of {batches}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _factory_problems(name: str, factory: Any) -> Iterator[str]:
+    standard = FACTORIES[name]
+    if not callable(factory):
+        yield (
+            f"{name}: an object of type {type(factory).__name__} cannot be called; give a class or a function, because "
+            f"the run makes the {name} itself, once it has the arguments"
+        )
+        return
+    try:  # with objects instead of the values, which are not known yet
+        plugins.check_keywords(
+            name, _name(factory), factory, dict.fromkeys(inspect.signature(standard).parameters, object())
+        )
+    except ConfigError as error:
+        yield from error.problems
+    if isinstance(factory, type):
+        methods = [method for method in INTERFACES[name] if hasattr(standard, method)]
+        yield from plugins.interface_problems(name, factory, methods)
+
+
+def made_part(name: str, factory: Callable[..., T], **arguments: Any) -> T:
+    """Return the tracker or collector. Raises ConfigError if it lacks a part of the interface."""
+    part = plugins.call(name, _name(factory), factory, arguments)
+    if problems := plugins.interface_problems(name, part, INTERFACES[name]):
+        raise ConfigError(*problems)
+    return part
+
+
+def _name(factory: Any) -> str:
+    return getattr(factory, "__name__", None) or type(factory).__name__

@@ -1,20 +1,30 @@
-"""The worker processes of a run: start them on their devices, wait until they are up, end them."""
+"""The worker processes of a run: start them on their devices, wait until they are up, end them.
+
+While the learner learns, the engines on its devices sleep (`Colocation`). Engines on other devices play all the time:
+new requests go to them. The caller restores an engine before it plays again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
-from unstable_lite.engines.vllm_server.config_checks import server_keys
-from unstable_lite.errors import WorkerDied
+from unstable_lite.engines.devices import visible_name
+from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
+from unstable_lite.engines.vllm_checks import server_keys
+from unstable_lite.errors import AdapterError, RequestError, WorkerDied
+from unstable_lite.games.run_prompts import prompt_warnings
 from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.planning.plan import Plan
@@ -23,11 +33,13 @@ from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
 from unstable_lite.transport.worker_main import WorkerSpec
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+UNLOAD_ATTEMPTS = 60
+"""Attempts, one a second, to unload an adapter whose requests have not ended."""
 LATE_SERVER_S = 10.0
 """Time that a run waits for more vLLM servers after the last one that came up."""
-
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -38,136 +50,94 @@ chunk of logits needs new pages: with a large vocabulary that is most of the tim
 On a GPU every micro-batch has another shape, and blocks of fixed sizes would fragment the memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWorkers:
-    """Engines without a learner: enough to play, not to learn."""
+class Workers:
+    """Worker processes on one router; `started_workers` and its like start them, and stop them on exit."""
 
     engines: EnginePool
-    processes: list[WorkerProcess]
-    info: dict[str, Any]
-    """Facts of one engine; all engines have the same."""
-
-    @property
-    def prompts(self) -> dict[str, Any]:
-        """Facts of the engines' tokenizer about prompts; see `templates_for`."""
-        return self.info.get("prompts", {})  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workers(EngineWorkers):
     learner: LearnerClient
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
-    router: Router
+    info: dict[str, Any]
+    """Facts of one engine; all engines have the same."""
 
-
-@contextlib.asynccontextmanager
-async def started_workers(
-    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
-) -> AsyncIterator[Workers]:
-    """Start every worker of `plan`, and stop it on exit. `is_restart`: other workers began this run.
-
-    Raises WorkerDied if a worker exits, UnstableError if one is not up in time.
-    """
-    async with _WorkerFleet(plan, logs, is_restart) as fleet:
-        engines = EnginePool(await fleet.start_engines())
-        if any(isinstance(device, int) for device in plan.shared_devices):
-            # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
-            await fleet.engines_ready()
-        learner = LearnerClient(fleet.router, plan.config.learner)
-        await fleet.start_learner(learner.channel)
-        info = await fleet.wait_until_up(say, may_servers_be_late=True)
-        yield Workers(
-            engines=engines,
-            learner=learner,
-            processes=fleet.processes,
-            info=next(facts for name, facts in info.items() if name.startswith("engine-")),
-            adapter_bytes=int(info["learner"]["adapter_bytes"]),
-            router=fleet.router,
-        )
-
-
-@contextlib.asynccontextmanager
-async def started_engines(
-    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
-) -> AsyncIterator[EngineWorkers]:
-    """Start only the engines of `plan`; see `started_workers`."""
-    async with _WorkerFleet(plan, logs, is_restart) as fleet:
-        engines = EnginePool(await fleet.start_engines())
-        info = await fleet.wait_until_up(say)
-        yield EngineWorkers(engines=engines, processes=fleet.processes, info=info["engine-0"])
-
-
-@contextlib.asynccontextmanager
-async def started_fine_tuner(
-    plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
-) -> AsyncIterator[WorkerProcess]:
-    """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
-    async with _WorkerFleet(plan, logs) as fleet:
-        channel = WorkerChannel(fleet.router, "sft", on_message)
-        await fleet.start(
-            fleet.make("unstable_lite.sft.worker", channel, plan.learner_devices[:1], plan.learner_threads)
-        )
-        await fleet.wait_until_up(say)
-        yield fleet.processes[0]
-
-
-async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:
-    """Return the result of `work`; raise WorkerDied at once if one of `processes` ends before it."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = [tasks.create_task(process.watch()) for process in processes]
-            result = await work
-            for watch in watching:
-                watch.cancel()
-    except BaseExceptionGroup as group:
-        raise first_reason(group) from group
-    return result
-
-
-class _WorkerFleet:
-    """The worker processes on one router. It starts without workers, and stops every worker on exit."""
-
-    def __init__(self, plan: Plan, logs: Path, is_restart: bool = False) -> None:
+    def __init__(self, plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False) -> None:
         self.processes: list[WorkerProcess] = []
         self._sockets = make_socket_directory()
         self.router = Router(self._sockets)
         self._plan = plan
         self._logs = logs
+        self._say = say
         self._is_restart = is_restart
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(process.stop() for process in self.processes))
-        self.router.close()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        try:
+            await asyncio.gather(*(process.stop() for process in self.processes))
+        finally:  # a second interruption ends the grace period
+            for process in self.processes:
+                process.kill()
+            self.router.close()
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def start_engines(self) -> list[EngineClient]:
-        plan = self._plan
-        names = [f"engine-{index}" for index in range(len(plan.devices_by_engine))]
-        engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
-        keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Facts of the engines' tokenizer about prompts; see `templates_for`."""
+        return self.info.get("prompts", {})  # type: ignore[no-any-return]
+
+    async def load_adapter(self, id: int, name: str, path: Path) -> None:
+        """Load files that no learner holds on every engine, as adapter `id`; `name`: for messages.
+
+        Raises AdapterError if an engine cannot load them, or read others.
+        """
+        expected = adapter_digest(path)
+        try:
+            digests = await self.engines.each(lambda engine: engine.load_adapter(id, path))
+        except RequestError as error:
+            raise AdapterError(f"{name} ({path}): {error}") from error
+        if wrong := {*digests} - {None, expected}:
+            raise AdapterError(
+                f"an engine holds another adapter than {name} ({path}): the digest of the files that it read is "
+                f"{wrong.pop()}, expected is {expected}"
+            )
+
+    async def unload_adapter(self, id: int) -> None:
+        """Unload an adapter from every engine. Raises AdapterError if requests use it for a minute more."""
+        for attempt in range(UNLOAD_ATTEMPTS):
+            try:
+                await self.engines.unload_adapter(id)
+                return
+            except RequestError as error:
+                # An abandoned game may still have a request in an engine.
+                if attempt + 1 == UNLOAD_ATTEMPTS:
+                    raise AdapterError(f"adapter {id} cannot be unloaded: {error}") from error
+            await asyncio.sleep(1)
+
+    async def start_engines(self) -> None:
+        plan, config = self._plan, self._plan.config.engine
+        engines = [EngineClient(self.router, f"engine-{n}", config) for n in range(len(plan.devices_by_engine))]
+        self.engines = EnginePool(engines)
+        keys = server_keys() if config.kind == VLLM_SERVER else None
         used: set[int | str] = set()
         for engine, devices in zip(engines, plan.devices_by_engine, strict=True):
             if used & {device for device in devices if isinstance(device, int)}:
                 # vLLM measures the memory of the whole GPU while it starts, so the others there must be up.
-                await self.engines_ready()
+                await self.all_ready()
             used.update(devices)
-            await self.start(
-                self.make("unstable_lite.engines.worker", engine.channel, devices, plan.engine_threads, keys)
-            )
-        return engines
+            worker = self.make("unstable_lite.engines.worker", engine.channel, devices, plan.engine_threads, keys)
+            await self.start(worker)
 
-    async def engines_ready(self) -> None:
-        """Wait until the engines that were started are up."""
+    async def all_ready(self) -> None:
+        """Wait until the workers that were started are up."""
         for process in self.processes:
             await process.ready(self._plan.config.engine.start_timeout_s)
 
-    async def start_learner(self, channel: WorkerChannel) -> None:
-        """Start the learner's ranks; rank 0 answers as `channel`."""
+    async def start_learner(self) -> None:
+        """Start the learner's ranks, of which rank 0 answers."""
         plan = self._plan
+        self.learner = LearnerClient(self.router, plan.config.learner)
+        channel = self.learner.channel
         ranks = [
             self.make(
                 "unstable_lite.learner.worker",
@@ -210,39 +180,33 @@ class _WorkerFleet:
         log_path = self._logs / f"{channel.name}.log"
         return WorkerProcess(channel, log_path, module, spec, environment(devices, threads) | (variables or {}))
 
-    async def wait_until_up(
-        self, say: Callable[[str], None], may_servers_be_late: bool = False
-    ) -> dict[str, dict[str, Any]]:
-        """Return the facts of each worker that is up, by name.
+    async def wait_until_up(self, may_servers_be_late: bool = False) -> None:
+        """Wait for every worker; with `may_servers_be_late` one vLLM server is enough, and others may come later."""
+        config, say = self._plan.config, self._say
+        engines = [process for process in self.processes if process.channel.name.startswith("engine-")]
+        names = ", ".join(process.channel.name for process in self.processes)
+        say(f"waiting for {names}" + f" ({config.engine.kind}: {self._plan.engine_reason})" * bool(engines))
+        servers = engines if may_servers_be_late and config.engine.kind == VLLM_SERVER else []
+        facts = await self._first_servers(servers) if servers else {}
+        for process in self.processes:
+            if process not in servers:
+                facts[process.channel.name] = await process.ready(config.engine.start_timeout_s)
+                say(f"{process.channel.name} is up: {shown(facts[process.channel.name])}")
+        self.info = next((facts[one.channel.name] for one in engines if one.channel.name in facts), {})
+        if "learner" in facts:
+            self.adapter_bytes = int(facts["learner"]["adapter_bytes"])
+        for text in prompt_warnings(config, self.prompts):
+            say(f"warning: {text}")
+            log.warning("%s", text)
 
-        That is every worker; with `may_servers_be_late` one vLLM server is enough, and the others may come later.
-        """
-        config = self._plan.config
-        names = [process.channel.name for process in self.processes]
-        has_engines = any(name.startswith("engine-") for name in names)
-        engine = f" ({config.engine.kind}: {self._plan.engine_reason})" * has_engines
-        say(f"waiting for {', '.join(names)}{engine}")
-        of_servers: list[WorkerProcess] = []
-        if may_servers_be_late and config.engine.kind == VLLM_SERVER:
-            of_servers = [process for process in self.processes if process.channel.name.startswith("engine-")]
-        info = await self._first_servers(of_servers, say) if of_servers else {}
-        for name, process in zip(names, self.processes, strict=True):
-            if process not in of_servers:
-                section = config.engine if name.startswith("engine-") else config.learner
-                info[name] = await process.ready(section.start_timeout_s)
-                say(f"{name} is up: {shown(info[name])}")
-        return info
-
-    async def _first_servers(
-        self, processes: Sequence[WorkerProcess], say: Callable[[str], None]
-    ) -> dict[str, dict[str, Any]]:
-        """Wait until a server is up, and a little longer for the others.
+    async def _first_servers(self, processes: Sequence[WorkerProcess]) -> dict[str, dict[str, Any]]:
+        """Wait until a server is up, and a little longer for the others; return their facts by name.
 
         Raises WorkerDied if a server cannot be used at all, or if none is up in time.
         """
         timeout_s = self._plan.config.engine.start_timeout_s
         starting = {asyncio.ensure_future(process.ready(timeout_s)): process.channel.name for process in processes}
-        pending, info, away = set(starting), dict[str, dict[str, Any]](), []
+        pending, info, away = set(starting), dict[str, dict[str, Any]](), list[WorkerDied]()
         try:
             while pending:
                 patience_s = LATE_SERVER_S if info else None
@@ -250,12 +214,11 @@ class _WorkerFleet:
                 if not done:
                     break
                 for task in done:
-                    error = task.exception()
-                    if isinstance(error, WorkerDied) and error.is_away:
+                    if isinstance(error := task.exception(), WorkerDied) and error.is_away:
                         away.append(error)
-                        continue
-                    info[starting[task]] = task.result()
-                    say(f"{starting[task]} is up: {shown(task.result())}")
+                    else:
+                        info[starting[task]] = task.result()
+                        self._say(f"{starting[task]} is up: {shown(task.result())}")
         finally:
             for task in pending:
                 task.cancel()
@@ -265,8 +228,63 @@ class _WorkerFleet:
             for channel in late:
                 channel.mark_late()
             names = ", ".join(channel.name for channel in late)
-            say(f"starting without {names}: the run uses each server as soon as it is up")
+            self._say(f"starting without {names}: the run uses each server as soon as it is up")
         return info
+
+
+@contextlib.asynccontextmanager
+async def started_workers(
+    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
+) -> AsyncIterator[Workers]:
+    """Start every worker of `plan`, and stop it on exit. `is_restart`: other workers began this run.
+
+    Raises WorkerDied if a worker exits, UnstableError if one is not up in time.
+    """
+    async with Workers(plan, logs, say, is_restart) as workers:
+        await workers.start_engines()
+        if any(isinstance(device, int) for device in plan.shared_devices):
+            # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
+            await workers.all_ready()
+        await workers.start_learner()
+        await workers.wait_until_up(may_servers_be_late=True)
+        yield workers
+
+
+@contextlib.asynccontextmanager
+async def started_engines(
+    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
+) -> AsyncIterator[Workers]:
+    """Start only the engines of `plan`, enough to play, not to learn; see `started_workers`."""
+    async with Workers(plan, logs, say, is_restart) as workers:
+        await workers.start_engines()
+        await workers.wait_until_up()
+        yield workers
+
+
+@contextlib.asynccontextmanager
+async def started_fine_tuner(
+    plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
+) -> AsyncIterator[WorkerProcess]:
+    """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
+    async with Workers(plan, logs, say) as workers:
+        channel = WorkerChannel(workers.router, "sft", on_message)
+        worker = workers.make("unstable_lite.sft.worker", channel, plan.learner_devices[:1], plan.learner_threads)
+        await workers.start(worker)
+        await workers.wait_until_up()
+        yield worker
+
+
+async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:
+    """Return the result of `work`; raise WorkerDied at once if one of `processes` ends before it."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(process.watch()) for process in processes]
+            result = await work
+            for watch in watching:
+                watch.cancel()
+    except BaseExceptionGroup as group:
+        raise first_reason(group) from group
+    return result
 
 
 def shown(info: Mapping[str, Any]) -> str:
@@ -276,9 +294,7 @@ def shown(info: Mapping[str, Any]) -> str:
 
 def environment(devices: Sequence[int | str], threads: int) -> dict[str, str]:
     """Return the environment of a worker: its own devices and no other, and its number of threads."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    own = [names[device].strip() if names else str(device) for device in devices if isinstance(device, int)]
+    own = [visible_name(device) for device in devices if isinstance(device, int)]
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(own),
         # CUDA's default order is the fastest first; nvidia-smi, and so `check` and `top`, count by bus.
@@ -287,3 +303,63 @@ def environment(devices: Sequence[int | str], threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+@dataclass(slots=True)
+class Colocation:
+    engines: Sequence[EngineClient]
+    """Engines on the learner's device."""
+    load_adapters: Callable[[EngineClient], Awaitable[None]]
+    """Loads an engine's adapters, checks them and marks the engine ready."""
+    others: Sequence[EngineClient] = ()
+    """Engines on other devices."""
+    learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Context that is entered while no engine plays."""
+    _device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _asleep_s: float = 0.0
+    """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the time that the engines last slept, in seconds, if any share the device."""
+        return {"inference/asleep_s": self._asleep_s} if self.engines else {}
+
+    @contextlib.asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """Give the device to the learner: every engine that shares it is asleep or dead."""
+        if not self.engines:
+            yield
+            return
+        started = time.monotonic()
+        async with self._device:
+            is_any_up = any(engine.is_up for engine in self.others)
+            with contextlib.nullcontext() if is_any_up else self.learning():
+                asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
+                yield  # if it raises the run is over, and no engine needs to wake
+                await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
+        self._asleep_s = time.monotonic() - started
+
+    @contextlib.asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Let an engine that died take memory again, but not while the learner learns."""
+        async with self._device:
+            yield
+
+    async def restore(self, engine: EngineClient) -> None:
+        """Restore an engine after its start, unless it slept and was restored since."""
+        async with self._device:
+            if not engine.is_up:
+                await self.load_adapters(engine)
+
+    async def _wake_up(self, engine: EngineClient) -> None:
+        with contextlib.suppress(WorkerDied):  # its supervisor restarts it
+            await engine.wake_up()
+            await self.load_adapters(engine)
+
+
+async def _put_to_sleep(engine: EngineClient) -> EngineClient | None:
+    """Put an engine to sleep; return None if it is dead."""
+    try:
+        await engine.sleep()
+    except WorkerDied:
+        return None
+    return engine

@@ -1,4 +1,4 @@
-"""Reasons why this machine cannot run a config: vLLM, GPU driver, shared memory. Loads neither torch nor vLLM."""
+"""Reasons why this machine cannot run a config: engine, GPU driver, shared memory. Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 from unstable_lite.adapters.store import SHARED_MEMORY
 from unstable_lite.config import Config
-from unstable_lite.engines.devices import cuda_of_torch, driver_version
+from unstable_lite.engines.devices import choose_engine, cuda_of_torch, driver_version, vllm_usable
 from unstable_lite.engines.vllm_checks import vllm_problems
-from unstable_lite.errors import ConfigError
-from unstable_lite.planning.adapter_slots import adapters_in_memory
-from unstable_lite.planning.engine_choice import engine_of
+from unstable_lite.errors import ConfigError, ModelError
+from unstable_lite.models import read_json, resolve_model
+from unstable_lite.models.layers import check_layers
+from unstable_lite.planning.defaults import adapters_in_memory
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import Devices
+from unstable_lite.planning.placement import Devices, Placement
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Oldest GPU driver for each major version of CUDA (NVIDIA's release notes of CUDA, "minor version compatibility")."""
@@ -23,21 +24,52 @@ NCCL_BYTES = 1 << 30
 """Shared memory of processes that divide a model or a batch, so that they can talk; Docker's default is 64 MB."""
 
 
-def machine_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
+def engine_of(config: Config, devices: Devices) -> tuple[str, str]:
+    """Return the engine kind for `devices`, and the reason; without devices no engine starts, and any kind will do.
+
+    Raises ConfigError if vLLM is set but cannot serve, or if the embedded engine does not compute a local model.
+    """
+    kind, reason = choose_engine(config.engine.kind, devices)
+    path = resolve_model(config.model_name)
+    if devices and kind == "transformers" and (file := Path(path) / "config.json").is_file():
+        try:
+            check_layers(path, read_json(file), config.engine.max_model_len)
+        except ModelError as error:
+            raise ConfigError(str(error)) from error
+    return kind, reason
+
+
+def machine_problems(placed: Placement) -> Iterator[str]:
     """Yield each reason why the workers cannot run on these devices of this machine."""
+    config = placed.config
     try:
-        kind, _ = engine_of(config, engine_devices)
+        kind, _ = engine_of(config, placed.engine_devices)
     except ConfigError as error:
         yield from error.problems
         return
-    if engine_devices:
-        yield from vllm_problems(config.engine, kind, engine_devices)
-    if config.learner.kernels == "liger" and "cpu" in learner_devices:
+    if placed.engine_devices:
+        yield from vllm_problems(config.engine, kind, placed.engine_devices)
+    if config.learner.kernels == "liger" and "cpu" in placed.learner_devices:
         yield "learner.kernels = 'liger' needs a GPU, and the learner is on the CPU; set 'torch'"
-    if any(isinstance(device, int) for device in (*engine_devices, *learner_devices)):
+    if placed.gpus:
         yield from _driver_problems()
-    if config.engine.tensor_parallel > 1 or sum(isinstance(device, int) for device in learner_devices) > 1:
+    if config.engine.tensor_parallel > 1 or sum(isinstance(device, int) for device in placed.learner_devices) > 1:
         yield from _too_little_shared_memory(NCCL_BYTES, "processes that divide a model or a batch need")
+
+
+def machine_warnings(placed: Placement) -> Iterator[str]:
+    """Yield a warning if the embedded engine serves on a GPU, and if /dev/shm is too small for a run's adapters.
+
+    These then pass through the disk.
+    """
+    config, shape = placed.config, shape_of(placed.config.model_name)
+    if config.engine.kind == "transformers" and set(placed.engine_devices) - {"cpu"}:
+        is_usable, why = vllm_usable(placed.engine_devices)
+        remedy = "leave out engine.kind to use vLLM" if is_usable else why
+        yield f"the embedded engine serves on a GPU; expect it to be many times slower than vLLM: {remedy}"
+    if placed.gpus and placed.engine_devices and placed.learner_devices and shape is not None:
+        adapters = 4 * shape.lora_parameters(config.lora) * adapters_in_memory(config)
+        yield from _too_little_shared_memory(adapters, "adapters, which pass through the run directory instead, need")
 
 
 def _driver_problems() -> Iterator[str]:
@@ -57,15 +89,6 @@ def _is_driver_replaced() -> bool:
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     has_library = any((Path(folder) / "libcuda.so.1").exists() for folder in folders if "compat" in folder)
     return has_library or bool(os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY"))
-
-
-def machine_warnings(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
-    """Yield a warning if /dev/shm is too small as such for a run's adapters, which then pass through the disk."""
-    shape = shape_of(config.model_name)
-    has_gpu = any(isinstance(device, int) for device in (*engine_devices, *learner_devices))
-    if has_gpu and engine_devices and learner_devices and shape is not None:
-        adapters = 4 * shape.lora_parameters(config.lora) * adapters_in_memory(config)
-        yield from _too_little_shared_memory(adapters, "adapters, which pass through the run directory instead, need")
 
 
 def _too_little_shared_memory(needed: int, who_needs: str) -> Iterator[str]:

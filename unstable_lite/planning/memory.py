@@ -15,8 +15,9 @@ from pathlib import Path
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig, reference_adapter
 from unstable_lite.errors import ConfigError
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS
 from unstable_lite.models import read_json, resolve_model
-from unstable_lite.planning.algorithm_defaults import algorithm_of
+from unstable_lite.planning.defaults import algorithm_of
 
 GIB = 1 << 30
 RESERVED_BYTES = GIB
@@ -123,9 +124,7 @@ class LearnerMemory:
     """Bytes of one rank of a learner. Padding counts as tokens of a micro-batch."""
 
     base: int
-    """The whole frozen base, or the rank's shard of it."""
-    lent: int
-    """Most bytes of other ranks' shards that a rank holds in the middle of a pass."""
+    """The frozen base."""
     adapter: int
     """Weights, gradient and both of Adam's moments; the weights of a reference adapter."""
     head: int
@@ -139,11 +138,11 @@ class LearnerMemory:
         """Return the bytes needed with a micro-batch of `tokens` tokens."""
         # The head's backward pass comes before the layers', so their memory does not add up.
         passing = max(self.head, self.layer_per_token * tokens)
-        return self.base + self.lent + self.adapter + self.kept_per_token * tokens + passing
+        return self.base + self.adapter + self.kept_per_token * tokens + passing
 
     def longest(self, memory_bytes: int) -> int:
         """Return the tokens of the largest micro-batch that fits, and so of the longest sequence; 0 if none fits."""
-        room = memory_bytes - self.base - self.lent - self.adapter
+        room = memory_bytes - self.base - self.adapter
         under_head = (room - self.head) // self.kept_per_token
         under_layer = room // (self.kept_per_token + self.layer_per_token)
         return max(0, min(under_head, under_layer))
@@ -154,10 +153,9 @@ def learner_memory(
     learner: LearnerConfig,
     lora: LoraConfig,
     has_critic: bool = False,
-    num_ranks: int = 1,
     is_on_gpu: bool = True,
 ) -> LearnerMemory:
-    """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
+    """Return the memory of a learner rank.
 
     With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
     float32. A critic counts as a second adapter, and the reference of a KL penalty as the weights of another.
@@ -173,19 +171,11 @@ def learner_memory(
         kept, passing = float(shape.layers * width * h), layer + recomputed
     else:
         kept, passing = shape.layers * layer + ends, 0.0
-    base, lent = width * shape.base_parameters, 0
-    if learner.shard_base and num_ranks > 1:
-        ends = width * shape.end_parameters
-        one_layer = (base - ends) // shape.layers
-        # Gathered weights exist twice until they are copied into place: first embedding, head and the first layer;
-        # later the next layer, beside the layer that computes.
-        base, lent = -(-base // num_ranks), max(2 * (ends + one_layer), ends + 3 * one_layer)
     has_reference = reference_adapter(learner, lora) is not None
     return LearnerMemory(
-        base=base,
-        lent=lent,
+        base=width * shape.base_parameters,
         adapter=((2 if has_critic else 1) * 16 + 4 * has_reference) * shape.lora_parameters(lora),
-        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.chunk_tokens(is_on_gpu) * shape.vocab_size,
+        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * LOGITS_CHUNK_TOKENS[is_on_gpu] * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),
     )
@@ -218,10 +208,8 @@ def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> 
     )
 
 
-def describe(
-    model_name: str, vram_gib: float, config: Config | None = None, num_ranks: int = 1
-) -> list[tuple[str, str]]:
-    """Return readable rows (name, amount) for a GPU of `vram_gib` and `num_ranks` ranks of the learner.
+def describe(model_name: str, vram_gib: float, config: Config | None = None) -> list[tuple[str, str]]:
+    """Return readable rows (name, amount) for a GPU of `vram_gib`.
 
     The memory-related keys are those of `config` or the defaults. Raises ConfigError if the model's shape is not known.
     """
@@ -241,26 +229,24 @@ def describe(
     )
     return [
         ("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers"),
-        *_describe_learner(shape, config, num_ranks, usable),
+        *_describe_learner(shape, config, usable),
         ("engine: base", _gib(serving.base)),
         (f"engine: {engine.max_loras} adapter slots", _gib(serving.adapters)),
         ("engine: keys and values", fits if tokens else "do not fit"),
     ]
 
 
-def _describe_learner(shape: ModelShape, config: Config, num_ranks: int, usable: int) -> Iterator[tuple[str, str]]:
+def _describe_learner(shape: ModelShape, config: Config, usable: int) -> Iterator[tuple[str, str]]:
     """Yield rows of one rank. `usable`: bytes of its GPU."""
     has_critic = algorithm_of(config).has_critic
-    memory = learner_memory(shape, config.learner, config.lora, has_critic, num_ranks)
-    yield "learner: frozen base", _gib(memory.base) + f", one of {num_ranks} shards" * bool(memory.lent)
-    if memory.lent:
-        yield "learner: gathered in a pass", f"{_gib(memory.lent)} of other ranks' shards"
+    memory = learner_memory(shape, config.learner, config.lora, has_critic)
+    yield "learner: frozen base", _gib(memory.base)
     adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
     yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
-    yield f"learner: logits of {config.learner.chunk_tokens(is_on_gpu=True)} tokens", _gib(memory.head)
+    yield f"learner: logits of {LOGITS_CHUNK_TOKENS[True]} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
         learner = config.learner.model_copy(update={"activation_checkpointing": is_checkpointed})
-        memory = learner_memory(shape, learner, config.lora, has_critic, num_ranks)
+        memory = learner_memory(shape, learner, config.lora, has_critic)
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
         tokens = memory.longest(usable)
         fits = f"{tokens:,} tokens" if tokens else "does not fit"

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
-from unstable_lite.league.opponents import frozen_adapters, strategies
-from unstable_lite.planning.adapter_slots import active_checkpoints, changing_slots, holds_games
+from unstable_lite.config.games import EnvSpec, LeagueConfig, TrainEnvSpec
+from unstable_lite.games.players.factory import is_remote
+from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents
+from unstable_lite.planning.defaults import active_checkpoints, changing_slots, holds_games
 from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
+from unstable_lite.types import ModelRef
 
 SYNC_SPARE = 1.1
 """Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""
@@ -95,6 +98,39 @@ def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
     )
 
 
+def describe_games(config: Config, lengths: Mapping[str, Sequence[int]]) -> str:
+    """Return how many games, and how many requests to endpoints, one update needs; evaluations with a quota are apart.
+
+    Games of unknown length are taken to last until the turn cap.
+    """
+    run, envs = config.run, config.train_envs
+    turns = {spec.env_id: fmean(lengths.get(spec.env_id) or [spec.max_turns]) for spec in envs}
+    steps = fmean(_collected_share(spec, config.league) * turns[spec.env_id] for spec in envs)
+    games = config.learner.batch_size / max(steps, 1e-9)
+    weights = {name: options["weight"] for name, options in strategies(config.league).items()}
+    fixed = 1 - sum(weights.get(name, 0) for name in ("none", "mirror", "lagged", "uniform")) / sum(weights.values())
+    opponents = training_opponents(config)
+    asked: list[tuple[EnvSpec, float, int, Sequence[str]]] = [
+        (spec, games / len(envs) * fixed, spec.num_actors, opponents.get(spec.env_id, ())) for spec in envs
+    ]
+    text = f"{'about' if all(map(lengths.get, turns)) else 'at least'} {games:,.{games < 10:d}f} training"
+    if config.eval_envs and run.num_eval_workers and run.schedule == "async":
+        evaluations = games * run.eval_share / (1 - run.eval_share) if run.eval_share < 1 else math.inf
+        text += f", {_number(evaluations)} evaluation"
+        asked += [(spec, evaluations / len(config.eval_envs), 1, [spec.fixed_opponent]) for spec in config.eval_envs]
+    requests = 0.0
+    for spec, number, own, names in asked:
+        players = [ModelRef(uid=name, kind="fixed", name=name) for name in names if not is_frozen(name)]
+        if own < spec.num_players and (of_endpoints := sum(map(is_remote, players))):
+            of_others = (1 - own / spec.num_players) * turns.get(spec.env_id, spec.max_turns)
+            requests += number * of_others * of_endpoints / len(names)
+    return text + f"; {_number(requests)} requests to endpoints" * (requests > 0)
+
+
+def _number(expected: float) -> str:
+    return f"about {expected:,.{expected < 10:d}f}" if expected < math.inf else "unlimited"
+
+
 def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str]]:
     """Yield readable rows (name, prediction), and a row "warning" for every contradiction."""
     run = config.run
@@ -132,8 +168,12 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             "run.num_collection_workers"
         )
     if pace.adapters > slots:
+        holders = "games in flight and opponents"
+        if config.league.adapter_policy == "turn":
+            held = "evaluation games and games against checkpoints"
+            holders = held if holds_games(config) else "turns in flight"
         yield (
-            f"{_slot_holders(config)} will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: updates "
+            f"{holders} will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: updates "
             f"will wait until they end. Raise engine.max_loras to {pace.adapters}, or lower buffer.max_staleness"
         )
     is_held_back = pace.games < config.run.num_collection_workers
@@ -148,13 +188,6 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             f"a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps at once, "
             f"{of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise learner.batch_size"
         )
-
-
-def _slot_holders(config: Config) -> str:
-    if not holds_games(config):
-        return "turns in flight"
-    is_by_game = config.league.adapter_policy == "game"
-    return "games in flight and opponents" if is_by_game else "evaluation games and games against checkpoints"
 
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:

@@ -3,7 +3,7 @@
 A config may name Python to run and servers to send keys to. In a user's own config this is intended; in a run directory
 from another person it is a trap. So every config.toml that a run writes is sealed with a secret of this user and
 machine. Owner and times of a file prove nothing, because an unpacked archive belongs to the user who unpacked it.
-Knows nothing else of a config's meaning.
+Knows nothing else of a config's meaning. Also warns of keys that travel without encryption.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unstable_lite.adapters.frozen import is_frozen
-from unstable_lite.config.env_ids import is_openspiel, is_questions
+from unstable_lite.config import Config
+from unstable_lite.config.env_ids import content_file, is_openspiel
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY, key_variable
+from unstable_lite.files import AppendFile, check_links
+from unstable_lite.games import api_keys
+from unstable_lite.games.api_keys import SERVER_KEY, is_in_clear, key_variable
 from unstable_lite.games.openspiel.players import MCTS
 from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, is_remote
+from unstable_lite.league.opponents import training_opponents
 from unstable_lite.models import BUILTIN
 from unstable_lite.types import ModelRef
 
 CONFIG, SEAL = "config.toml", "config.seal"
 SECRET_BYTES = 32
-_URL_KEYS = ("opponents.base_url", "engine.urls", "engine.adapter_receivers")
+_URL_KEYS = ("opponents.base_url", "engine.urls")
 _TEXT_KEYS = ("templates", "engine.replies")
 _SHIPPED = {*SCRIPTED_PLAYERS, *BUILTIN}
 
@@ -43,16 +47,17 @@ def seal_config(directory: Path, content: bytes) -> None:
     """
     secret = _secret(is_made=True)
     if secret is not None and not _is_sealed(directory, content):
-        with (directory / SEAL).open("a", encoding="ascii") as file:
-            file.write(f"{_digest(secret, content)}\n")
+        with contextlib.closing(AppendFile(directory / SEAL)) as file:
+            file.write(f"{_digest(secret, content)}\n".encode())
 
 
 def run_config(directory: Path, overrides: Sequence[str] = (), is_trusted: bool = False) -> Path:
     """Return the path of a run's config.toml, to be read with `overrides`.
 
     Raises ConfigError if this user did not write it on this machine, `is_trusted` is false, and it names code to run or
-    a server that a key would be sent to. Keys that the overrides set do not count.
+    a server that a key would be sent to. Keys that the overrides set do not count. Raises it for links as well.
     """
+    check_links(directory)
     path = directory / CONFIG
     try:
         content = path.read_bytes()
@@ -86,7 +91,9 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _risks(key, inner)
-    elif value and (key.rpartition(".")[2] == "trust_remote_code" or _may_be_imported(key, value)):
+    elif (value and key.rpartition(".")[2] == "trust_remote_code") or (
+        value and isinstance(value, str) and key.startswith("engine.options.")
+    ):
         yield key, value, ""
     elif isinstance(value, str) and key in _URL_KEYS:
         if variable := _key_sent_to(value):
@@ -103,12 +110,7 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
 
 def _runs_no_code(env_id: str) -> bool:
     """Return whether nothing is imported for the env: it is a game of OpenSpiel, or a file of questions."""
-    return is_openspiel(env_id) or is_questions(env_id)
-
-
-def _may_be_imported(key: str, value: Any) -> bool:
-    """Return whether the value is a text that vLLM may import as a dotted name."""
-    return isinstance(value, str) and key.startswith("engine.options.")
+    return is_openspiel(env_id) or content_file(env_id) is not None
 
 
 def _key_sent_to(url: str) -> str | None:
@@ -118,9 +120,23 @@ def _key_sent_to(url: str) -> str | None:
     except ValueError:
         host = None
     own = key_variable(url) if host is not None else ""
-    if host in ("localhost", "127.0.0.1", "::1") or own == "OPENROUTER_API_KEY":
+    is_openrouter = own == "OPENROUTER_API_KEY" and api_keys.url_problem(url) is None and not is_in_clear(url)
+    if host is not None and (api_keys.is_loopback(url) or is_openrouter):
         return None
-    return next((name for name in (own, SERVER_KEY, RECEIVER_KEY) if os.environ.get(name)), None)
+    return next((name for name in (own, SERVER_KEY) if os.environ.get(name)), None)
+
+
+def clear_key_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning for each server on another machine that is sent a key without encryption."""
+    fixed = {env.fixed_opponent for env in config.eval_envs}.union(*training_opponents(config).values())
+    url, engine = api_keys.endpoint_url(config.opponents.base_url), config.engine
+    sent = [("opponents.base_url", url, key_variable(url))] * any(
+        is_remote(ModelRef(uid=name, kind="fixed", name=name)) for name in fixed if not is_frozen(name)
+    )
+    sent += [("engine.urls", url, SERVER_KEY) for url in engine.urls]
+    for key, url, variable in sent:
+        if os.environ.get(variable) and is_in_clear(url):
+            yield f"{key} = {url}: the key in {variable} is sent there without encryption; use https if possible"
 
 
 def _is_sealed(directory: Path, content: bytes) -> bool:

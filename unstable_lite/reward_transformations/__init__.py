@@ -11,69 +11,16 @@ from unstable_lite import plugins
 from unstable_lite.config.training import RewardConfig, Transformation
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import takes_context
-from unstable_lite.reward_transformations.final import (
-    ComposeFinalRewardTransforms,
-    FinalRewardTransform,
-    RoleAdvantageByEnvFormatter,
-    RoleAdvantageFormatter,
-    WinDrawLossFormatter,
-)
-from unstable_lite.reward_transformations.group import GROUP_BASELINES, GroupBaseline
-from unstable_lite.reward_transformations.sampling import (
-    ComposeSamplingRewardTransforms,
-    NormalizeRewards,
-    NormalizeRewardsByEnv,
-    SamplingRewardTransform,
-)
-from unstable_lite.reward_transformations.step import (
-    ComposeStepRewardTransforms,
-    PenaltyForCutOff,
-    PenaltyForInvalidMove,
-    RewardForFormat,
-    StepRewardTransform,
-)
-
-__all__ = [
-    "BASELINES",
-    "FINAL",
-    "GROUP_BASELINES",
-    "SAMPLING",
-    "STEP",
-    "ComposeFinalRewardTransforms",
-    "ComposeSamplingRewardTransforms",
-    "ComposeStepRewardTransforms",
-    "FinalRewardTransform",
-    "GroupBaseline",
-    "NormalizeRewards",
-    "NormalizeRewardsByEnv",
-    "PenaltyForCutOff",
-    "PenaltyForInvalidMove",
-    "RewardForFormat",
-    "RoleAdvantageByEnvFormatter",
-    "RoleAdvantageFormatter",
-    "SamplingRewardTransform",
-    "StepRewardTransform",
-    "WinDrawLossFormatter",
-    "build_reward_transformations",
-    "build_transforms",
-]
+from unstable_lite.reward_transformations.final import *  # noqa: F403
+from unstable_lite.reward_transformations.final import FINAL, ComposeFinalRewardTransforms
+from unstable_lite.reward_transformations.group import *  # noqa: F403
+from unstable_lite.reward_transformations.sampling import *  # noqa: F403
+from unstable_lite.reward_transformations.sampling import SAMPLING, ComposeSamplingRewardTransforms
+from unstable_lite.reward_transformations.step import *  # noqa: F403
+from unstable_lite.reward_transformations.step import STEP, ComposeStepRewardTransforms
 
 T = TypeVar("T")
 
-FINAL: dict[str, Callable[..., FinalRewardTransform]] = {
-    "RoleAdvantageFormatter": RoleAdvantageFormatter,
-    "RoleAdvantageByEnvFormatter": RoleAdvantageByEnvFormatter,
-    "WinDrawLossFormatter": WinDrawLossFormatter,
-}
-STEP: dict[str, Callable[..., StepRewardTransform]] = {
-    "RewardForFormat": RewardForFormat,
-    "PenaltyForCutOff": PenaltyForCutOff,
-    "PenaltyForInvalidMove": PenaltyForInvalidMove,
-}
-SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
-    "NormalizeRewards": NormalizeRewards,
-    "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
-}
 BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "NormalizeRewards", "NormalizeRewardsByEnv"}
 """Transforms that subtract a baseline to centre rewards; one of them is enough."""
 
@@ -91,22 +38,17 @@ def build_transforms(
     problems: list[str] = []
     for entry in config_entries:
         name, keywords = (entry, {}) if isinstance(entry, str) else (entry.name, entry.model_extra or {})
+        what = f"reward transformation {name!r}"
         try:
             transform = plugins.find("reward transformation", name, registry)
             if inspect.isfunction(transform) and _can_take(transform, arguments):
-                raise ConfigError(
-                    f"reward transformation {name!r} is a function: name a class with this function as its __call__"
-                )
+                raise ConfigError(f"{what} is a function: name a class with this function as its __call__")
             made = plugins.call("reward transformation", name, transform, keywords)
             if not _can_take(made, arguments):
-                raise ConfigError(
-                    f"reward transformation {name!r} creates {made!r}, which cannot be called as "
-                    f"({', '.join(arguments)})"
-                )
+                raise ConfigError(f"{what} creates {made!r}, which cannot be called as ({', '.join(arguments)})")
             if hasattr(made, "state_dict") != hasattr(made, "load_state_dict"):
                 raise ConfigError(
-                    f"reward transformation {name!r} has one of state_dict and load_state_dict, but needs both to "
-                    "survive a restart"
+                    f"{what} has one of state_dict and load_state_dict, but needs both to survive a restart"
                 )
             transforms.append(made)
         except ConfigError as error:

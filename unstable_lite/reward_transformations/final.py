@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations.averages import RunningMeans, cell_of
 from unstable_lite.reward_transformations.compose import Compose
-from unstable_lite.reward_transformations.running_means import RunningMeans
-from unstable_lite.reward_transformations.spread import cell_of
 from unstable_lite.types import StepContext
 
 FinalRewardTransform = Callable[..., float]
@@ -100,3 +99,11 @@ class WinDrawLossFormatter:
         if reward == self.draw_score:
             return self.draw_reward
         return self.win_reward if reward > self.draw_score else self.loss_reward
+
+
+FINAL: dict[str, Callable[..., FinalRewardTransform]] = {
+    "RoleAdvantageFormatter": RoleAdvantageFormatter,
+    "RoleAdvantageByEnvFormatter": RoleAdvantageByEnvFormatter,
+    "WinDrawLossFormatter": WinDrawLossFormatter,
+}
+"""Transforms by their names in `final_reward_transformation`."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unstable_lite.reward_transformations.spread import differ
+from unstable_lite.reward_transformations.averages import differ
 
 GroupBaseline = Callable[[Sequence[float]], list[float]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations.averages import Spread, cell_of
 from unstable_lite.reward_transformations.compose import Compose
-from unstable_lite.reward_transformations.spread import Spread, cell_of
-from unstable_lite.reward_transformations.weights import weight_problem
-from unstable_lite.types import Step
+from unstable_lite.types import Step, Weights
 
 SamplingRewardTransform = Callable[[Sequence[Step]], list[Step]]
 
@@ -93,3 +92,33 @@ class NormalizeRewardsByEnv(NormalizeRewards):
 
     def _group(self, step: Step) -> str:
         return step.env_id
+
+
+SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
+    "NormalizeRewards": NormalizeRewards,
+    "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
+}
+"""Transforms by their names in `sampling_reward_transformation`."""
+
+
+def weight_problem(weight: object, token_weights: object, completion: Sized) -> str | None:
+    """Return the reason why these cannot be the weights of a step with this completion; None if they can."""
+    if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+        return f"the weight {weight!r:.99}; it must be a finite number of at least 0"
+    if token_weights is None:
+        return None
+    try:
+        given = np.asarray(token_weights, np.float32)
+    except (TypeError, ValueError) as error:
+        return f"token_weights that are not numbers: {error}"
+    if given.shape != (len(completion),):
+        return f"token_weights of shape {given.shape} for a completion of {len(completion)} tokens"
+    if not (np.isfinite(given) & (given >= 0)).all():
+        return "token_weights that are not all finite numbers of at least 0"
+    return None
+
+
+def plain_weights(step: Step) -> tuple[float, Weights | None]:
+    """Return the weights of a step and of its tokens in the types that a message and a checkpoint hold."""
+    of_tokens = step.token_weights
+    return float(step.weight), None if of_tokens is None else np.asarray(of_tokens, np.float32)

@@ -60,3 +60,11 @@ class PenaltyForCutOff:
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         context = player_traj.steps[step_index].context
         return reward + (self.penalty if context is not None and context.is_cut_off else 0)
+
+
+STEP: dict[str, Callable[..., StepRewardTransform]] = {
+    "RewardForFormat": RewardForFormat,
+    "PenaltyForCutOff": PenaltyForCutOff,
+    "PenaltyForInvalidMove": PenaltyForInvalidMove,
+}
+"""Transforms by their names in `step_reward_transformation`."""

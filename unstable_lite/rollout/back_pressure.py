@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.types import GameSpec
+
+T = TypeVar("T")
 
 PRIOR_GAMES = 4
 """Weight, in games, of the initial estimate of a game's steps."""
@@ -41,6 +41,10 @@ FEW = 64
 USUAL_SPREAD = 2.0
 IN_TIME = 0.99
 """Share of the steps whose age `spread` covers."""
+PATIENCE = 8
+"""Number of finished games that may wait for one game, per game of the largest number ever in flight at once. A game
+that outlasts so many others is no longer waited for, so that a game that hangs stops no curve and memory stays bounded.
+"""
 AGES = 16
 """Most ages that represent the steps of one game whose turns have different versions."""
 
@@ -92,13 +96,50 @@ def _long(ages: Iterable[tuple[float, float]]) -> float:
     return next((age for (age, _), steps in zip(longest_first, so_far, strict=True) if steps > beyond), 0.0)
 
 
-@dataclass(slots=True)
-class _Game:
+class InOrder(Generic[T]):
+    """Results of games by game number, released in the order in which the games began.
+
+    Short games end first: until the first wave of games is over, a mean over the finished games is the mean of short
+    games. In the order in which they began, they are an unbiased sample. Waiting results are not saved: a resumed run
+    does not finish the games that were in flight, and without those the finished games behind them are short ones.
+    """
+
+    def __init__(self) -> None:
+        self._begun: deque[int] = deque()
+        """Games that were not released yet, in order."""
+        self._in_flight: set[int] = set()
+        self._ended: dict[int, T] = {}
+        self._most_in_flight = 0
+
+    def begin(self, number: int) -> None:
+        self._begun.append(number)
+        self._in_flight.add(number)
+        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+
+    def end(self, number: int, left: T) -> list[T]:
+        """Return the results to release now. They include this one if no other game waits for it."""
+        if number not in self._in_flight:
+            return [left]
+        self._in_flight.discard(number)
+        self._ended[number] = left
+        released = []
+        while self._begun:
+            first = self._begun[0]
+            if first in self._ended:
+                released.append(self._ended.pop(first))
+            elif len(self._ended) > PATIENCE * self._most_in_flight:
+                self._in_flight.discard(first)
+            else:
+                break
+            self._begun.popleft()
+        return released
+
+
+class _Game(NamedTuple):
     env_id: str
     seats: int
     """Number of seats whose steps are collected."""
     born: int
-    """Number of steps that all games had brought when it started."""
 
 
 class InFlight:
@@ -124,7 +165,6 @@ class InFlight:
         """
         self._batch_size = batch_size
         self.least = least
-        """Number of steps that the learner waits for."""
         self._max_age = max_age
         self._means = dict(steps_per_seat)
         self._ended: Counter[str] = Counter()
@@ -182,7 +222,9 @@ class InFlight:
         self._seats[game.env_id] -= game.seats
         self._produced += steps
         for ended, brought in self._ends.end(game_idx, (game, steps)):
-            self._learn(ended, brought)
+            self._ended[ended.env_id] += 1
+            rate = max(2 / (self._ended[ended.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
+            self._means[ended.env_id] += rate * (brought / max(ended.seats, 1) - self._means[ended.env_id])
         return game.born
 
     def arrive(self, born: int, steps: int) -> None:
@@ -215,9 +257,3 @@ class InFlight:
             self._ended[env_id], self._means[env_id] = ended, mean
         self._lifetimes.extend((lifetime, steps) for lifetime, steps in state["lifetimes"])
         self.measure()
-
-    def _learn(self, game: _Game, steps: int) -> None:
-        """Update the env's running mean of the steps per seat."""
-        self._ended[game.env_id] += 1
-        rate = max(2 / (self._ended[game.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
-        self._means[game.env_id] += rate * (steps / max(game.seats, 1) - self._means[game.env_id])

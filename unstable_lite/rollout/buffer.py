@@ -6,7 +6,7 @@ the waiting steps and those expected from games in flight are as many as can be 
 Steps leave in three ways only, each counted: taken into a batch, the oldest first; dropped as too stale to learn from;
 or drained. So at all times `added == taken + dropped_stale + drained + size()`.
 
-step_buffer.py and episode_buffer.py define the contents of a batch.
+`EpisodeBuffer` holds whole trajectories, step_buffer.py single steps.
 """
 
 from __future__ import annotations
@@ -14,32 +14,96 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Stateful
 from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms, FinalRewardTransform
-from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
+from unstable_lite.reward_transformations.sampling import SamplingRewardTransform, plain_weights, weight_problem
 from unstable_lite.reward_transformations.step import ComposeStepRewardTransforms, StepRewardTransform
-from unstable_lite.reward_transformations.weights import plain_weights, weight_problem
 from unstable_lite.rng import restore, state_of
 from unstable_lite.rollout.back_pressure import InFlight
-from unstable_lite.rollout.step_counts import CountsByLength, length_class
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
 COUNTERS = ("added", "taken", "dropped_stale", "filtered")
 """Totals since the start of the run that a checkpoint keeps."""
+LENGTHS = (4, 8, 16, 32, 64)
+"""Largest number of turns in each class of game length; longer games form one more class."""
+UNKNOWN_LENGTH = "unknown turns"
+"""Class of steps that were added without their game."""
 
 
+def length_class(num_turns: int) -> str:
+    """Return the class of a game's length, as metrics name it: `9-16 turns`, `65+ turns`."""
+    index = bisect_left(LENGTHS, num_turns)
+    least = LENGTHS[index - 1] + 1 if index else 1
+    return f"{least}-{LENGTHS[index]} turns" if index < len(LENGTHS) else f"{least}+ turns"
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Fate of the collected steps of one env's games in one class of length, since the start of the run."""
+
+    played: int = 0
+    """Number of steps of games that ended and were not void."""
+    trained: int = 0
+    """Number of steps that the learner took."""
+    dropped: int = 0
+    """Number of steps that became too stale."""
+
+
+class CountsByLength(dict[tuple[str, str], StepCounts]):
+    """Counts by env id and class of game length."""
+
+    @classmethod
+    def of(cls, state: Iterable[Iterable[Any]]) -> CountsByLength:
+        """Return the counts that `state_dict` returned."""
+        return cls({(env_id, turns): StepCounts(*counts) for env_id, turns, *counts in state})
+
+    def state_dict(self) -> list[list[Any]]:
+        return [[*key, c.played, c.trained, c.dropped] for key, c in self.items()]
+
+    def add(self, steps: Iterable[Step], fate: Literal["played", "trained", "dropped"]) -> None:
+        for step in steps:
+            key = step.env_id, step.step_info.get("game_length", UNKNOWN_LENGTH)
+            counts = self.get(key)
+            if counts is None:
+                counts = self[key] = StepCounts()
+            setattr(counts, fate, getattr(counts, fate) + 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts as metrics, of each class of length and of all."""
+        metrics: dict[str, float] = {}
+        for (env_id, turns), counts in self.items():
+            of_class = {"Played": counts.played, "Trained": counts.trained, "Dropped": counts.dropped}
+            for fate, count in of_class.items():
+                total = f"collection-{env_id}/Steps {fate}"
+                metrics[total] = metrics.get(total, 0) + count
+                metrics[f"{total} ({turns})"] = count
+        return metrics
+
+    def most_dropped(self) -> str | None:
+        """Return the env and class of game length with the largest share of dropped steps, and that share; or None."""
+        shares = {key: c.dropped / c.played for key, c in self.items() if c.dropped and c.played}
+        if not shares:
+            return None
+        env_id, turns = max(shares, key=shares.__getitem__)
+        return f"{env_id}, {turns}: {shares[env_id, turns]:.1%}"
+
+
+@from_reference(unused={"tracker"})
 @dataclass(eq=False, repr=False)
 class Buffer:
     """Chunks of steps that are added and taken whole: single steps in one buffer, episodes in the other."""
 
+    batches: ClassVar[Literal["steps", "episodes"]]
     max_buffer_size: int
     final_reward_transformation: FinalRewardTransform | None = None
     step_reward_transformation: StepRewardTransform | None = None
@@ -97,7 +161,13 @@ class Buffer:
             self.in_flight.begin(spec)
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        raise NotImplementedError
+        """Apply the final transform once and the step transform to each step; `step_info` keeps both results.
+
+        A player without a turn enters no average: its result says nothing about the policy.
+        """
+        if traj.steps:
+            self._set_rewards(traj)
+            self._put([[step] for step in traj.steps] if self.batches == "steps" else [list(traj.steps)])
 
     def add_game(self, record: GameRecord) -> None:
         """Add the steps to learn from a finished game; a void game has none."""
@@ -200,52 +270,47 @@ class Buffer:
 
     def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""
-        turns = length_class(len(record.turns))
-        if record.end != "void":
-            for trajectory in record.trajectories:
-                for step in trajectory.steps:
-                    step.step_info["game_length"] = turns
-                self.counts.add(trajectory.steps, "played")
-        trajectories = self._trajectories_to_learn_from(record)
+        trajectories, turns = [] if record.end == "void" else record.trajectories, length_class(len(record.turns))
+        for trajectory in trajectories:
+            for step in trajectory.steps:
+                step.step_info["game_length"] = turns
+            self.counts.add(trajectory.steps, "played")
+        if self.filter_opponent_invalid and record.end == "invalid":
+            own = [trajectory for trajectory in trajectories if trajectory.pid in record.invalid_pids]
+            self.filtered += len(trajectories) - len(own)
+            trajectories = own
         num_steps = sum(len(trajectory.steps) for trajectory in trajectories)
         born = self.in_flight.end(record.spec.game_idx, num_steps) if self.in_flight is not None else 0
         return trajectories, born, num_steps
 
-    def _trajectories_to_learn_from(self, record: GameRecord) -> list[PlayerTrajectory]:
-        if record.end == "void":
-            return []
-        if not self.filter_opponent_invalid or record.end != "invalid":
-            return record.trajectories
-        own = [trajectory for trajectory in record.trajectories if trajectory.pid in record.invalid_pids]
-        self.filtered += len(record.trajectories) - len(own)
-        return own
-
-    def _final_reward(self, trajectory: PlayerTrajectory) -> tuple[float, float]:
-        """Return the game's reward after the final transforms, and the baseline that they subtracted."""
+    def _set_rewards(self, trajectory: PlayerTrajectory) -> None:
+        """Set the rewards of all steps; each gets the final reward, or in an episode the last one only."""
         before, reward = self._final.stages(
             trajectory.final_reward, trajectory.pid, trajectory.env_id, trajectory.steps[-1].context
         )
         if not isinstance(reward, Real):
             raise ConfigError(f"{trajectory.env_id}: {self._final!r} returned {reward!r}; a reward must be a number")
         # A message to the learner cannot hold every type of number, such as NumPy's.
-        return float(reward), float(before - reward)
-
-    def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float, baseline: float) -> None:
-        """Set one step's reward. `env_reward`, `baseline`: this step's part of the result of `_final_reward`."""
-        reward = self._step(trajectory, index, env_reward)
-        if not isinstance(reward, Real) or not math.isfinite(reward):
-            raise ConfigError(
-                f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
-                f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"
+        final, subtracted = float(reward), float(before - reward)
+        for index, step in enumerate(trajectory.steps):
+            is_paid = step is trajectory.steps[-1] or self.batches == "steps"
+            env_reward, baseline = (final, subtracted) if is_paid else (0.0, 0.0)
+            reward = self._step(trajectory, index, env_reward)
+            step = trajectory.steps[index]  # a transform may replace it
+            if not isinstance(reward, Real) or not math.isfinite(reward):
+                raise ConfigError(
+                    f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
+                    f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"
+                )
+            if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
+                raise ConfigError(
+                    f"{trajectory.env_id}: {self._step!r} of the step reward transformations set {reason}"
+                )
+            step.weight, step.token_weights = plain_weights(step)
+            step.reward = float(reward)
+            step.step_info.update(
+                raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=step.reward
             )
-        step = trajectory.steps[index]
-        if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
-            raise ConfigError(f"{trajectory.env_id}: {self._step!r} of the step reward transformations set {reason}")
-        step.weight, step.token_weights = plain_weights(step)
-        step.reward = reward = float(reward)
-        step.step_info.update(
-            raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=reward
-        )
 
     def _put(self, chunks: list[list[Step]]) -> None:
         new_steps = sum(map(len, chunks))
@@ -288,10 +353,9 @@ class Buffer:
         return chunks
 
     def _drop_stale(self, current_version: int) -> None:
-        limit = self.max_staleness
-        if limit is None:
+        if self.max_staleness is None:
             return
-        oldest = current_version - limit
+        oldest = current_version - self.max_staleness
         stale = [chunk for chunk in self._chunks if _version(chunk) < oldest]
         if stale:
             self._chunks = [chunk for chunk in self._chunks if _version(chunk) >= oldest]
@@ -305,3 +369,26 @@ class Buffer:
 def _version(chunk: list[Step]) -> int:
     """Return the oldest adapter version of a chunk's steps."""
     return min(step.generation.adapter_version for step in chunk)
+
+
+@from_reference(unused={"tracker"})
+class EpisodeBuffer(Buffer):
+    """Buffer of whole trajectories; only the last step gets the final reward, so that returns count it once."""
+
+    batches = "episodes"
+
+    async def get_batch(self, n: int, current_version: int) -> list[list[Step]]:
+        """Wait for `n` fresh steps; return the oldest episodes that hold them, at random among those of one version.
+
+        An episode with one step that is too stale is dropped whole. The sampling transform gets the steps of all
+        episodes in one list, and must keep their number and order.
+        """
+        episodes, sampling = await self._take(n, current_version), self.sampling_reward_transformation
+        if sampling is None:
+            return episodes
+        steps = list(chain.from_iterable(episodes))
+        transformed = sampling(steps)
+        if len(transformed) != len(steps):
+            raise ConfigError(f"{sampling!r} returned {len(transformed)} of {len(steps)} steps; it must keep all")
+        remaining = iter(transformed)
+        return [[next(remaining) for _ in episode] for episode in episodes]

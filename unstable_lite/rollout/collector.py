@@ -1,34 +1,121 @@
 """Keep a number of training and evaluation games in flight, and play each to its one record.
 
 Starts no training game while the waiting steps and those in flight are as many as the buffer allows. A game that fails
-is neither trained on nor rated, and its slot starts the next game.
+is neither trained on nor rated, and its slot starts the next game. In lock step the next requests of all games go to
+the engines together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.reference import COLLECTOR, from_reference
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.env_pool import EnvPool
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.policy import Generates
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
-from unstable_lite.rollout.game_runner import GameRunner
-from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.rollout.buffer import EpisodeBuffer
+from unstable_lite.rollout.run_game import GameRunner
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import GameRecord, GameSpec, ModelRef
+from unstable_lite.types import GameRecord, GameSpec, Generation, ModelRef
+
+T = TypeVar("T")
 
 REDRAW_S = 1.0
 """Seconds between two draws while no opponent can play."""
 NOTHING_TO_PLAY_S = 30.0
 """Seconds without an opponent to draw, with the budget spent, after which the run ends."""
+NEWEST = 512
+"""Number of the newest games of which evaluations may be `run.eval_share`."""
+
+
+async def play_all(games: Iterable[T], play: Callable[[T], Awaitable[None]], concurrency: int) -> None:
+    """Play all of `games`, at most `concurrency` of them at once. The first error ends them all."""
+    remaining = iter(games)
+
+    async def work() -> None:
+        for game in remaining:  # shared by all tasks
+            await play(game)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(concurrency):
+            tasks.create_task(work())
+
+
+_Request = tuple[Callable[[], Awaitable[Generation]], asyncio.Future[Generation]]
+"""Function that asks an engine, and the future of its answer."""
+
+
+class LockStep:
+    """Receiver of the requests of games that are played in lock step.
+
+    An engine rounds differently if the other requests of its batch differ, and these are random if each game runs at
+    its own pace. Here requests leave when every game of the round has asked or is over, in the order of their seeds, so
+    that the generated text depends on the games alone.
+    """
+
+    def __init__(self, generate: Generates) -> None:
+        self._generate = generate
+        self._num_playing = 0
+        self._asked: dict[int, _Request] = {}
+        """Requests that wait for those of the other games, by seed."""
+        self._waves: set[asyncio.Task[None]] = set()
+
+    async def play(self, games: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Play all of `games` to their end and return their results; the first error ends them all."""
+        self._num_playing += len(games)
+        async with asyncio.TaskGroup() as tasks:
+            playing = [tasks.create_task(self._counted(game)) for game in games]
+        return [task.result() for task in playing]
+
+    async def generate(
+        self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None, **options: Any
+    ) -> Generation:
+        """Return one completion for a game that `play` plays; `seed` is required, and no two requests may share it."""
+        assert seed is not None and seed not in self._asked
+        reply: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._asked[seed] = partial(self._generate, prompt, version, stop, seed, **options), reply
+        self._send_if_all_asked()
+        try:
+            return await reply
+        finally:
+            self._asked.pop(seed, None)  # its game was abandoned before the others had asked
+
+    async def _counted(self, game: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await game
+        finally:
+            self._num_playing -= 1
+            self._send_if_all_asked()
+
+    def _send_if_all_asked(self) -> None:
+        if self._asked and len(self._asked) == self._num_playing:
+            wave = [self._asked.pop(seed) for seed in sorted(self._asked)]
+            task = asyncio.create_task(self._answer(wave))
+            self._waves.add(task)
+            task.add_done_callback(self._waves.discard)
+
+    async def _answer(self, wave: Sequence[_Request]) -> None:
+        """Deliver all replies together and in order, so that the games continue in order, too."""
+        results = await asyncio.gather(*(ask() for ask, _ in wave), return_exceptions=True)
+        for (_, reply), result in zip(wave, results, strict=True):
+            if reply.done():
+                continue
+            if isinstance(result, BaseException):
+                reply.set_exception(result)
+            else:
+                reply.set_result(result)
 
 
 class GameListener(Protocol):
@@ -41,6 +128,7 @@ class GameListener(Protocol):
         """Receive a finished game of any kind, before the buffer."""
 
 
+@from_reference(kept=COLLECTOR)
 class Collector:
     def __init__(
         self,
@@ -75,9 +163,10 @@ class Collector:
         self._lock_step = lock_step
         self.evaluating: Counter[str] = Counter()
         """Number of evaluation games without a quota that are in flight, by the checkpoint's uid."""
-        self._eval_games_of: Counter[str] = Counter()
-        """Number of these games that are over, by the checkpoint's uid."""
-        self._new_checkpoint = asyncio.Event()
+        self._lately: deque[bool] = deque(maxlen=NEWEST)
+        """Whether each of the newest games was an evaluation without a quota; those with a quota are left out."""
+        self._may_change = asyncio.Event()
+        """Event after which a waiting evaluation game may perhaps start."""
         self._rest_of_group: deque[GameSpec] = deque()
         """Games of the newest group that have not started yet; their adapters are leased."""
         self._ended: list[GameRecord] = []
@@ -88,7 +177,7 @@ class Collector:
     async def run(self, num_train_workers: int, num_eval_workers: int) -> None:
         """Play until cancelled.
 
-        Raises EnvError if an env fails `max_void_games` times in a row, OpponentError if the budget for opponents is
+        Raises EnvError if an env fails `MAX_VOID_GAMES` times in a row, OpponentError if the budget for opponents is
         spent and there are no others to train against.
         """
         try:
@@ -115,61 +204,45 @@ class Collector:
         records: empty list that gets the records as the games end.
         """
         records = [] if records is None else records
+        with self._table.leased(model.adapter_version or 0):
+            before = self._scheduler.state_dict() if self._lock_step is not None else {}
+            specs = [self._scheduler.next_eval_job(env, model, label, number=number) for number in range(num_games)]
+            if self._lock_step is None:
 
-        def draw(number: int) -> GameSpec:
-            return self._scheduler.next_eval_job(env, model, label, number=number)
-
-        with self._table.leased(_version(model)):
-            if self._lock_step is not None:
-                await self._evaluate_in_rounds(self._lock_step, draw, num_games, concurrency, records)
-                return records
-            specs = iter([draw(number) for number in range(num_games)])
-
-            async def play() -> None:
-                for spec in specs:  # shared by all workers
+                async def play(spec: GameSpec) -> None:
                     self._lease(spec)
                     record = await self._to_its_end(spec, waits_for_opponents=True)
                     await self._count_with_others(record)
                     records.append(record)
 
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(concurrency):
-                    tasks.create_task(play())
+                await play_all(specs, play, concurrency)
+                return records
+            try:
+                while len(records) < num_games:
+                    games = specs[len(records) : len(records) + concurrency]
+                    for spec in games:
+                        self._lease(spec)
+                    records += await self._in_lock_step(games)
+            except asyncio.CancelledError:
+                self._scheduler.load_state_dict(before)  # so that the evaluation can be repeated
+                raise
+            self._count(records)
         return records
-
-    async def _evaluate_in_rounds(
-        self,
-        lock_step: LockStep,
-        draw: Callable[[int], GameSpec],
-        num_games: int,
-        concurrency: int,
-        records: list[GameRecord],
-    ) -> None:
-        """Play the quota in lock step. If cancelled, restore the scheduler, so that the evaluation can be repeated."""
-        before = self._scheduler.state_dict()
-        try:
-            while len(records) < num_games:
-                first = len(records)
-                specs = [draw(number) for number in range(first, min(first + concurrency, num_games))]
-                for spec in specs:
-                    self._lease(spec)
-                records += await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
-        except asyncio.CancelledError:
-            self._scheduler.load_state_dict(before)
-            raise
-        self._count(records)
 
     async def play_round(self, num_games: int) -> None:
         """Play training games to their end, in whole groups and in lock step; needs `lock_step`.
 
         Play at most `num_games` (and the rest of a group), and no more than fill the buffer.
         """
-        assert self._lock_step is not None
         while not self._rest_of_group or (len(self._rest_of_group) < num_games and not self._buffer.is_full):
             await self._begin_group()
-        games = [self._to_its_end(spec, waits_for_opponents=True) for spec in self._rest_of_group]
+        games = list(self._rest_of_group)
         self._rest_of_group.clear()
-        self._count(await self._lock_step.play(games))
+        self._count(await self._in_lock_step(games))
+
+    async def _in_lock_step(self, games: Sequence[GameSpec]) -> list[GameRecord]:
+        assert self._lock_step is not None
+        return await self._lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in games])
 
     async def _play_train_games(self) -> None:
         while True:
@@ -205,10 +278,9 @@ class Collector:
             self._rest_of_group.append(spec)
 
     async def _play_eval_games(self) -> None:
-        most = self._config.max_eval_games_per_ckpt
         while True:
-            while most is not None and self._num_begun(self._scheduler.registry.get_current_ckpt()) >= most:
-                await self._new_checkpoint.wait()
+            while not self._may_evaluate():
+                await self._may_change.wait()
             try:
                 spec = self._scheduler.next_eval_job(can_play=self.seats.can_play)
             except OpponentError:
@@ -219,24 +291,31 @@ class Collector:
             try:
                 self._lease(spec)
                 await self._count_with_others(await self._to_its_end(spec))
-                self._eval_games_of[uid] += 1
             finally:
                 self.evaluating[uid] -= 1
 
-    def _num_begun(self, uid: str) -> int:
-        return self._eval_games_of[uid] + self.evaluating[uid]
+    @property
+    def eval_share(self) -> float:
+        """Share of evaluations without a quota of the newest games."""
+        return sum(self._lately) / max(len(self._lately), 1)
+
+    def _may_evaluate(self) -> bool:
+        """Return whether a further evaluation game may start, of the current checkpoint and of the newest games."""
+        num_playing = self.evaluating.total()
+        room = self._config.eval_share * (len(self._lately) + num_playing + 1)
+        return sum(self._lately) + num_playing + 1 <= max(room, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of finished games; a game in flight does not count, because it is played again."""
-        return {"eval_games_of": dict(self._eval_games_of)}
+        """Return the newest finished games; a game in flight does not count, because it is played again."""
+        return {"lately": [*map(int, self._lately)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._eval_games_of = Counter(state["eval_games_of"])
+        self._lately.extend(map(bool, state.get("lately", ())))
 
     def tell_new_checkpoint(self) -> None:
-        """Resume the evaluation games that wait for the registry's next current policy."""
-        self._new_checkpoint.set()
-        self._new_checkpoint = asyncio.Event()
+        """Resume the evaluation games that wait for the registry's next current policy, or for their share."""
+        self._may_change.set()
+        self._may_change = asyncio.Event()
 
     def _lease(self, spec: GameSpec) -> None:
         """Lease until the game is over the adapter of every seat that keeps one; others lease one for each turn."""
@@ -248,7 +327,7 @@ class Collector:
             self._table.end_lease(version)
 
     def _kept_versions(self, spec: GameSpec) -> set[int]:
-        return {_version(agent.model) for agent in spec.agent_specs if self.seats.keeps_adapter(agent)}
+        return {agent.model.adapter_version or 0 for agent in spec.agent_specs if self.seats.keeps_adapter(agent)}
 
     async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """Play one game with leased adapters to its one record, and end the leases in any case."""
@@ -275,6 +354,9 @@ class Collector:
         Alternating the kinds game by game would evict their code from the processor's caches: a sixth of the cost of a
         turn (bench/LOG.md).
         """
+        self._lately += (record.spec.kind == "eval" for record in records if record.spec.eval_label is None)
+        if self._may_evaluate():
+            self.tell_new_checkpoint()
         for record in records:
             self._scheduler.update(record)
         for listener in self._listeners:
@@ -285,6 +367,12 @@ class Collector:
                 self._buffer.add_game(record)
 
 
-def _version(model: ModelRef) -> int:
-    """Return the model's adapter version; 0 if it needs no adapter."""
-    return model.adapter_version or 0
+@contextlib.contextmanager
+def leased_newest(registry: ModelRegistry, table: AdapterTable) -> Iterator[int]:
+    """Lease the adapter of the current policy and yield its version, 0 if it is the base.
+
+    Nothing is awaited between the two, so the adapter cannot retire between them.
+    """
+    version = registry.current.adapter_version or 0
+    with table.leased(version):
+        yield version

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 
+from unstable_lite.config.reference import from_reference
+from unstable_lite.reward_transformations.averages import Spread, cell_of, differ
 from unstable_lite.reward_transformations.group import GroupBaseline, SeatReward, across_seats
-from unstable_lite.reward_transformations.spread import Spread, cell_of, differ
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.types import GameRecord, PlayerTrajectory, Step
 
@@ -34,11 +35,12 @@ class _Group:
     """Earliest birth of these games (see `InFlight`)."""
 
 
+@from_reference(unused={"tracker"})
 @dataclass(eq=False, repr=False)
 class StepBuffer(Buffer):
     """Buffer of single steps; each carries its player's final reward, or its advantage within its group."""
 
-    batches: ClassVar[Literal["steps"]] = "steps"
+    batches = "steps"
     group_size: int = 1
     group_baseline: GroupBaseline | None = None
     """Baseline of a player's rewards at one seat."""
@@ -53,16 +55,6 @@ class StepBuffer(Buffer):
         self._groups: dict[int, _Group] = {}
         self._spread = Spread()
         """Newest results of earlier batches, if games are duplicates."""
-
-    def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        """Apply the final transform once and the step transform to each step; `step_info` keeps both results.
-
-        A player without a turn enters no average: its result says nothing about the policy.
-        """
-        if not traj.steps:
-            return
-        self._set_rewards(traj)
-        self._put([[step] for step in traj.steps])
 
     def add_game(self, record: GameRecord) -> None:
         """Add a finished game's steps once its group is complete; a void game makes its group smaller."""
@@ -106,7 +98,13 @@ class StepBuffer(Buffer):
         """
         self.group_counts["whole"] += 1
         finals = [trajectory.steps[0].step_info["env_reward"] for trajectory in trajectories]
-        advantage_of = zip(trajectories, self._advantages(trajectories, finals), strict=True)
+        advantages: Sequence[float | None] = [None]  # there is none to compare it with
+        if self.is_duplicate:
+            of_games = zip(trajectories, finals, strict=True)
+            advantages = across_seats([SeatReward(one.game_idx, one.pid, final) for one, final in of_games])
+        elif self.group_baseline is not None and len(finals) > 1:
+            advantages = self.group_baseline(finals)
+        advantage_of = zip(trajectories, advantages, strict=True)
         compared = [(trajectory, advantage) for trajectory, advantage in advantage_of if advantage is not None]
         self.group_counts["of_one"] += len(compared) < len(trajectories)
         if not compared:
@@ -120,23 +118,10 @@ class StepBuffer(Buffer):
         usual = fmean(added)
         is_alike = not differ(added)
         self.group_counts["without_spread"] += is_alike and not differ(finals)
-        advantages = chain.from_iterable([advantage] * len(trajectory.steps) for trajectory, advantage in compared)
-        for step, advantage, reward in zip(steps, advantages, added, strict=True):
+        of_steps = chain.from_iterable([advantage] * len(trajectory.steps) for trajectory, advantage in compared)
+        for step, advantage, reward in zip(steps, of_steps, added, strict=True):
             step.reward = advantage + (0.0 if is_alike else reward - usual)
         self._put([[step] for step in steps])
-
-    def _advantages(self, trajectories: Sequence[PlayerTrajectory], finals: Sequence[float]) -> Sequence[float | None]:
-        """Return the advantage of each trajectory; None if there is none to compare it with."""
-        if self.is_duplicate:
-            of_games = zip(trajectories, finals, strict=True)
-            return across_seats([SeatReward(one.game_idx, one.pid, final) for one, final in of_games])
-        assert self.group_baseline is not None
-        return self.group_baseline(finals) if len(finals) > 1 else [None]
-
-    def _set_rewards(self, trajectory: PlayerTrajectory) -> None:
-        env_reward, baseline = self._final_reward(trajectory)
-        for index in range(len(trajectory.steps)):
-            self._set_reward(trajectory, index, env_reward, baseline)
 
     async def get_batch(self, n: int, current_version: int) -> list[Step]:
         """Wait for `n` fresh steps; return exactly `n`: the oldest, at random among those of one version."""

@@ -18,9 +18,12 @@ from unstable_lite.games.env_pool import EnvPool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rng import derive_seed, game_seed
-from unstable_lite.rollout.game_runner import GameRunner
+from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
 from unstable_lite.sft.pairs import Pair, pairs_of_game
 from unstable_lite.types import BASE, GameRecord, GameSpec, ModelRef
+
+MAX_GAMES = 10_000
+"""Most games to play if the filter leaves too few turns."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +33,7 @@ class Collected:
     pairs: int = 0
     games: int = 0
     void_games: int = 0
+    voids_in_a_row: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of turns that were left out, by reason."""
 
@@ -44,44 +48,27 @@ def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
 async def collect_pairs(
     config: Config,
     seats: PlayerFactory,
-    keep: Callable[[Pair], None],
+    keep: Callable[[Pair], object],
     show: Callable[[Collected], None],
     environments: EnvPool | None = None,
 ) -> Collected:
-    """Play until `sft.pairs` are kept, `sft.max_games` are played, or the budget for opponents is spent.
+    """Play until `sft.pairs` are kept, `MAX_GAMES` are played, or the budget for opponents is spent.
 
     Games count in the order of their numbers, not of their ends, so that reproducible players give reproducible pairs.
     Raises EnvError if games keep failing, WorkerDied if an engine dies.
     """
     collected = Collected()
     finished: dict[int, GameRecord] = {}
-    numbers = iter(range(config.sft.max_games))
+    numbers = iter(range(MAX_GAMES))
     runner = GameRunner(seats, config.run, environments)
-    voids_in_a_row = 0
-
-    def take(record: GameRecord) -> None:
-        nonlocal voids_in_a_row
-        collected.games += 1
-        if record.end == "void":
-            collected.void_games += 1
-            voids_in_a_row += 1
-            if voids_in_a_row == config.run.max_void_games and not seats.spent:
-                raise EnvError(f"{voids_in_a_row} games in a row failed; the last one: {record.error}")
-            return
-        voids_in_a_row = 0
-        pairs, left_out = pairs_of_game(record, config.sft)
-        collected.left_out += left_out
-        for pair in itertools.islice(pairs, config.sft.pairs - collected.pairs):
-            keep(pair)
-            collected.pairs += 1
-        show(collected)
 
     async def play() -> None:
         for number in numbers:  # shared by all workers
             finished[number] = await runner.play(_game(config, number))
-            await asyncio.sleep(0)  # scripted players answer at once: let other tasks and a Ctrl-C run
-            while collected.pairs < config.sft.pairs and collected.games in finished:
-                take(finished.pop(collected.games))
+            while collected.pairs < config.sft.pairs and (record := finished.pop(collected.games, None)) is not None:
+                for pair in _take(record, collected, config, is_spent=bool(seats.spent)):
+                    keep(pair)
+                show(collected)
             if collected.pairs >= config.sft.pairs or seats.spent:
                 return
 
@@ -95,6 +82,23 @@ async def collect_pairs(
     except* (EnvError, WorkerDied) as group:
         raise group.exceptions[0] from None
     return collected
+
+
+def _take(record: GameRecord, collected: Collected, config: Config, is_spent: bool) -> list[Pair]:
+    """Count a game and return the pairs of it that are wanted. Raises EnvError if it and those before it failed."""
+    collected.games += 1
+    if record.end == "void":
+        collected.void_games += 1
+        collected.voids_in_a_row += 1
+        if collected.voids_in_a_row == MAX_VOID_GAMES and not is_spent:
+            raise EnvError(f"{MAX_VOID_GAMES} games in a row failed; the last one: {record.error}")
+        return []
+    collected.voids_in_a_row = 0
+    pairs, left_out = pairs_of_game(record, config.sft)
+    wanted = list(itertools.islice(pairs, config.sft.pairs - collected.pairs))
+    collected.left_out += left_out
+    collected.pairs += len(wanted)
+    return wanted
 
 
 def _game(config: Config, number: int) -> GameSpec:

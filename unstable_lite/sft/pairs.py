@@ -6,16 +6,20 @@ any template.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
+from unstable_lite.files import to_line
 from unstable_lite.games.players.factory import is_remote
+from unstable_lite.plugins import suggestion
 from unstable_lite.types import GameRecord
 
 PAIRS = "pairs.jsonl"
@@ -51,9 +55,11 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
         assert agent.pid == turn.pid
         # A model's text stays unchanged; scripted players return only their action.
         is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
+        is_alone = record.spec.num_players == 1
+        has_won = record.rewards[turn.pid] > 0 if is_alone else record.outcomes[turn.pid] == "win"
         if config.imitate is not None and agent.model.uid not in config.imitate:
             left_out["by a player that is not imitated"] += 1
-        elif "winners" in config.filter and not _has_won(record, turn.pid):
+        elif "winners" in config.filter and not has_won:
             left_out["not the winner's"] += 1
         elif turn.is_cut_off:  # training on it would teach the model to stop there
             is_ours = agent.model.kind == "checkpoint"
@@ -84,26 +90,25 @@ def env_of(pair: Pair, envs: tuple[TrainEnvSpec, ...]) -> TrainEnvSpec:
 
 
 def write_line(pair: Pair) -> str:
-    return json.dumps({key: value for key, value in asdict(pair).items() if value != ""}, ensure_ascii=False) + "\n"
+    return to_line({key: value for key, value in asdict(pair).items() if value != ""}).decode()
 
 
-def read_pairs(path: Path) -> list[Pair]:
+def read_pairs(path: Path, env_ids: Collection[str] | None = None) -> list[Pair]:
     """Read a JSONL file of pairs: `observation` or `prompt`, `action` or `completion`; other fields are optional.
 
-    Raises ConfigError with the number of every invalid line, or if there is no pair.
+    env_ids: ids that a pair may name; None: any. Raises ConfigError with the number of every invalid line, or if the
+    file has no pair.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may contain other separators, such as U+2028
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
         raise ConfigError(f"sft.data: {path} cannot be read: {error}") from error
     pairs, problems = [], []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                pairs.append(_pair(json.loads(line)))
-            except json.JSONDecodeError as error:
-                problems.append(f"{path}:{number}: not JSON: {error.msg}")
-            except ConfigError as error:
+                pairs.append(_pair(line, env_ids))
+            except (ConfigError, ValueError, RecursionError) as error:  # of msgspec, or not UTF-8
                 problems.append(f"{path}:{number}: {error}")
     if len(problems) > SHOWN_PROBLEMS:
         problems[SHOWN_PROBLEMS:] = [f"{path}: {len(problems) - SHOWN_PROBLEMS} more lines are invalid"]
@@ -114,25 +119,12 @@ def read_pairs(path: Path) -> list[Pair]:
     return pairs
 
 
-def _has_won(record: GameRecord, pid: int) -> bool:
-    """Return whether a player won; a single player wins with any reward above 0."""
-    if record.spec.num_players == 1:
-        return record.rewards[pid] > 0
-    return record.outcomes[pid] == "win"
-
-
-def _pair(line: Any) -> Pair:
-    """Return the pair of a line. Raises ConfigError with the problem."""
-    if not isinstance(line, dict):
-        raise ConfigError(f"this is {type(line).__name__}, not a JSON object")
-    given: dict[str, Any] = {}
-    for field in fields(Pair):
-        value = line.get(field.name)
-        if value is not None:
-            if not isinstance(value, str if field.type == "str" else int):
-                raise ConfigError(f"{field.name!r} must be {'text' if field.type == 'str' else 'a whole number'}")
-            given[field.name] = value
-    pair = Pair(**given)
+def _pair(line: bytes, env_ids: Collection[str] | None) -> Pair:
+    """Return the pair of a line. Raises ConfigError with the problem, msgspec.DecodeError for another form."""
+    given = msgspec.json.decode(line, type=dict[str, Any])
+    pair = msgspec.convert({name: value for name, value in given.items() if value is not None}, Pair)
+    if env_ids is not None and pair.env_id and pair.env_id not in env_ids:
+        raise ConfigError(f"no training env has the env_id {pair.env_id!r}; {suggestion(pair.env_id, env_ids)}")
     if not pair.observation and not pair.prompt:
         raise ConfigError("there is neither an 'observation' nor a 'prompt'")
     if not pair.action and not pair.completion:

@@ -2,7 +2,7 @@
 
 Trains the adapter on the pairs in `sft.output`: completion tokens after their prompts, stop token included. Owns the
 tokenisation of pairs, with the engines' code, the split and the loss; each update takes the learner's steps. Knows
-nothing of games. `Ready.info` is described in `learner/ready_info.py`.
+nothing of games. `Ready.info` is that of `learner/training.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import transformers
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError
-from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
+from unstable_lite.games.answers import find_extraction, written_answer
+from unstable_lite.games.templates import chats_in_use, templates_for
 from unstable_lite.learner.batching import check, unsampled
-from unstable_lite.learner.ready_info import ready_info
-from unstable_lite.learner.training import Training, Update
+from unstable_lite.learner.training import Training, Update, ready_info
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
@@ -106,16 +106,17 @@ class FineTuner:
             env = env_of(pair, self._config.train_envs)
             template = self._templates[env.prompt_template]
             prompt = pair.prompt or template.prompt(pair.observation, env.num_players)
-            completion = pair.completion or written_answer(prompt, pair.action)
+            completion = pair.completion or written_answer(prompt, pair.action, template.tags)
             prompt_ids = self._tokenizer.encode(prompt)
             completion_ids = self._tokenizer.encode_completion(prompt, completion, template.stop)
+            read = find_extraction(env.action_extraction_fn, template.tags)  # it may add brackets
             if len(prompt_ids) + len(completion_ids) > max_len:
                 left_out["longer than max_model_len or max_train_len"] += 1
             elif len(completion_ids) > engine.max_generation_len:
                 left_out["answer longer than max_generation_len"] += 1
             elif not self._tokenizer.stop_ids_with(template.stop).isdisjoint(completion_ids[:-1].tolist()):
                 left_out["a stop token within the answer"] += 1
-            elif not pair.completion and not _is_read_as(pair.action, completion, env.action_extraction_fn):
+            elif not pair.completion and read(completion) not in ((pair.action, True), (f"[{pair.action}]", True)):
                 left_out["an action that action_extraction_fn reads differently"] += 1
             else:
                 items.append(unsampled(prompt_ids, completion_ids))
@@ -153,14 +154,13 @@ class FineTuner:
     def _update(self, items: Sequence[TrainItem], number: int) -> float:
         """Take an optimiser step on the mean loss over all trained tokens of `items`; return that mean."""
         update, trained = Update(self._training, items), Trained()
-        with update.steps():
-            for batch in self.policy.micro_batches(update.items):
-                logp_N, entropy_N = self.policy.logprobs(batch)
-                loss = -logp_N.sum() / _num_trained(items)
-                loss.backward()  # type: ignore[no-untyped-call]
-                trained.add(batch, logp_N, entropy_N, None, loss)
-            if not update.step(trained):
-                raise RequestError(f"update {number} is {update.skipped}; lower sft.learning_rate")
+        for batch in self.policy.micro_batches(update.items):
+            logp_N, entropy_N = self.policy.logprobs(batch)
+            loss = -logp_N.sum() / _num_trained(items)
+            loss.backward()  # type: ignore[no-untyped-call]
+            trained.add(batch, logp_N, entropy_N, None, loss)
+        if not update.step(trained):
+            raise RequestError(f"update {number} is {update.skipped}; lower sft.learning_rate")
         return update.loss
 
     @torch.no_grad()
@@ -186,11 +186,6 @@ class FineTuner:
     def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:
         seed = derive_seed(self._config.run.seed, "sft", purpose)
         return random.Random(seed).sample(items, len(items))
-
-
-def _is_read_as(action: str, completion: str, action_extraction_fn: str) -> bool:
-    """Return whether this action would be extracted; an extraction may add brackets."""
-    return find_extraction(action_extraction_fn)(completion) in ((action, True), (f"[{action}]", True))
 
 
 def _num_trained(items: Sequence[TrainItem]) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.errors import ModelError
-from unstable_lite.models import resolve_model
+from unstable_lite.models import model_errors, resolve_model
+from unstable_lite.models.loading import EVENT, load_model
 
 EXACT = 1e-3
 """Largest difference of a log-probability between base with adapter and the merged model, both in float32."""
@@ -27,16 +28,11 @@ def write_merged(adapter: Path, model_name: str, trust_remote_code: bool, direct
     Raises ModelError if the base cannot be loaded, does not fit the adapter, or does not keep its answers.
     """
     path = resolve_model(model_name)
-    try:
+    advice = "download it, or push the adapter without --merge"
+    with model_errors(model_name, EVENT, advice):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        base = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"the base {model_name} cannot be loaded: {error}. Download it, or push the adapter without --merge"
-        ) from error
+    base = load_model(path, trust_remote_code, advice, dtype=torch.float32)
     adapted = _adapted(base, adapter, model_name).eval()
     ids_BT = torch.tensor([tokenizer.encode(PROBE)])
     expected = _logprobs(adapted, ids_BT)

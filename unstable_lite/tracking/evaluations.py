@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from unstable_lite.config.env_ids import is_openspiel, is_questions, questions_path
+import msgspec
+
+from unstable_lite.config.env_ids import content_file, is_judged, is_openspiel
 from unstable_lite.config.games import against
-from unstable_lite.games.players.optimal import is_optimal
+from unstable_lite.games.players.lookahead import is_optimal
 from unstable_lite.tracking.intervals import (
     Z_95,
     Gain,
@@ -21,10 +23,14 @@ from unstable_lite.tracking.intervals import (
     points_interval,
     wilson_interval,
 )
-from unstable_lite.types import GameRecord, ModelRef, Outcome
+from unstable_lite.types import CONTEXT_FULL, ENV_RAISED, GameRecord, ModelRef, Outcome
 
+Deals = tuple[tuple[float | None, ...], ...]
+"""Values by deal (env seed) and seat."""
 POINTS: dict[Outcome, float] = {"win": 1.0, "draw": 0.5, "loss": 0.0}
 """Points of a player for each outcome of a game with several players."""
+EARLY_SHARE, FORFEIT_SHARE = 0.02, 0.1
+"""Shares of games, void or ended by a full context, and ended by an invalid move, up to which points stand alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +60,17 @@ class Evaluation:
     """Number of those moves that are optimal. An illegal move is not optimal."""
     optimal_interval: tuple[float, float] = (0.0, 1.0)
     """95 % interval of the share of optimal moves; the moves of one game are not independent."""
-    scores: tuple[tuple[float | None, ...], ...] = ()
+    scores: Deals = ()
     """Score of the model by seed and seat, in points, or in reward in single-player envs; None for a void game.
     Only in an evaluation with a quota."""
-    rewards: tuple[tuple[float | None, ...], ...] = ()
+    rewards: Deals = ()
     """Reward of the model by seed and seat, like `scores`: in OpenSpiel's games their utility."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Number of games by `GameRecord.reason`, void or not, if they have one."""
+    full_points: float = 0.0
+    """Points of the model in the games that a full context ended."""
+    ended_invalid: int = 0
+    """Number of games that an invalid move of any player ended."""
 
     @property
     def win_rate(self) -> float:
@@ -118,41 +130,50 @@ class Evaluation:
         """Number of games that the model ended by an invalid move, with their share if `n` > 0."""
         return f"{self.invalid}" + (f" ({self.invalid / self.n:.1%})" if self.n else "")
 
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks without which points mislead: on games that an invalid move ended, and on games without a result."""
+        remarks = []
+        if self.ended_invalid > FORFEIT_SHARE * self.n:
+            remarks.append(f"{self.ended_invalid / self.n:.0%} of the games ended by an invalid move")
+        early = {reason or "void": count for reason, count in self.reasons.items() if reason != ENV_RAISED}
+        num_early, total = self.void + early.get(CONTEXT_FULL, 0), self.n + self.void
+        if num_early > EARLY_SHARE * total:
+            why = ", ".join(f"{count} {reason}" for reason, count in early.items()) or f"{self.void} void"
+            text = f"{why} of {total} games"
+            if math.isfinite(self.points):
+                points = self.points * self.n - self.full_points
+                lost, won = points / total, (points + num_early) / total
+                text += f": {lost:.1%} of the points had all of these been lost, {won:.1%} had they been won"
+            remarks.append(text)
+        return remarks
+
     def describe(self) -> str:
+        faults = f"; {self.void} void" * bool(self.void and self.n) + "".join(f"; {remark}" for remark in self.remarks)
         if not self.n:
-            return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void"
-        invalid = f"{self.invalid} ended by its own invalid move" + f"; {self.void} void" * bool(self.void)
+            return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void{faults}"
+        fault = "without an answer in a box" if is_judged(self.env_id) else "ended by its own invalid move"
+        faults = f"; {self.invalid} {fault}{faults}"
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
-            return (
-                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of "
-                f"{self.env_id}{against(self.opponent)}"
-                + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
-                + f"; {invalid}"
-            )
+            interval = f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
+            games = f"{self.n} games of {self.env_id}{against(self.opponent)}"
+            return f"{self.model} had a mean reward of {self.mean_reward:.3f} in {games}{interval}{faults}"
         low, high = self.points_interval
-        if is_questions(self.env_id):
-            return (
-                f"{self.model} answered {self.points:.1%} of {self.n} questions right (95 %: {low:.1%} – {high:.1%}), "
-                f"of {questions_path(self.env_id)}{against(self.opponent)}; {self.invalid} without an answer in a box"
-                + f"; {self.void} void"
-                * bool(self.void)
-            )
-        return (
+        interval = f"(95 %: {low:.1%} – {high:.1%})"
+        if is_judged(self.env_id):
+            asked = f"{content_file(self.env_id)}{against(self.opponent)}"
+            return f"{self.model} answered {self.points:.1%} of {self.n} questions right {interval}, of {asked}{faults}"
+        text = (
             f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
-            f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; {invalid}"
-            f"{self._describe_deals()}"
+            f"{self.opponent} {interval}: {self.wins} won, {self.draws} drawn{faults}"
         )
-
-    def _describe_deals(self) -> str:
-        """Describe the intervals over deals; of the reward in OpenSpiel's games only, whose points say less than it."""
-        points, reward = self.points_over_deals, self.reward_over_deals if is_openspiel(self.env_id) else None
-        if points is None:
-            return ""
-        shown = (
-            f"; over {points.seeds} deals played from every seat (95 %): points {points.low:.1%} – {points.high:.1%}"
-        )
-        return shown + (f", utility {reward.low:+.3f} – {reward.high:+.3f}" if reward else "")
+        if points := self.points_over_deals:
+            deals = f"{points.seeds} deals played from every seat (95 %): points {points.low:.1%} – {points.high:.1%}"
+            text += f"; over {deals}"
+            if is_openspiel(self.env_id) and (reward := self.reward_over_deals):  # points say less than the utility
+                text += f", utility {reward.low:+.3f} – {reward.high:+.3f}"
+        return text
 
     def describe_change(self, before: Evaluation) -> str | None:
         """Describe the change since an earlier evaluation of the same env and opponent; None without common seeds."""
@@ -167,15 +188,13 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return a line of eval.jsonl, in which NaN becomes null."""
-        return asdict(self) | {
-            "win_rate": self.win_rate,
-            "points": self.points,
-            "interval": self.interval,
-            "points_interval": self.points_interval,
-            "reward_interval": self.reward_interval,
-            "points_over_deals": asdict(points) if (points := self.points_over_deals) else None,
-            "reward_over_deals": asdict(reward) if (reward := self.reward_over_deals) else None,
-        }
+        computed = ("remarks", "win_rate", "points", "interval", "points_interval", "reward_interval")
+        deals = {"points_over_deals": self.points_over_deals, "reward_over_deals": self.reward_over_deals}
+        return (
+            asdict(self)
+            | {name: getattr(self, name) for name in computed}
+            | {name: asdict(over) if over else None for name, over in deals.items()}
+        )
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Evaluation:
@@ -210,37 +229,47 @@ class PlayedGame(NamedTuple):
     own_invalid: bool
     choices: int
     optimal: int
+    end: str = ""
+    reason: str = ""
 
 
 class Tally:
     """Games of one model on one env against one opponent."""
 
     def __init__(self) -> None:
-        self.void = 0
+        self.void: Counter[str] = Counter()
+        """Number of void games by reason."""
         self._games: list[PlayedGame] = []
 
     def add_record(self, record: GameRecord, pid: int) -> None:
         """Count a game from the view of the model at seat `pid`."""
         if record.end == "void":
-            self.void += 1
+            self.void[record.reason] += 1
             return
         env_id = record.spec.env_id
         moves = [is_optimal(env_id, turn.observation, turn.action) for turn in record.turns if turn.pid == pid]
         choices, optimal = len(moves) - moves.count(None), moves.count(True)
-        self.add(record.outcomes[pid], record.reward_shown(pid), pid in record.invalid_pids, choices, optimal)
+        own_invalid, reward = pid in record.invalid_pids, record.reward_shown(pid)
+        self.add(record.outcomes[pid], reward, own_invalid, choices, optimal, end=record.end, reason=record.reason)
 
-    def add(self, outcome: Outcome, reward: float, own_invalid: bool, choices: int = 0, optimal: int = 0) -> None:
-        self._games.append(PlayedGame(outcome, reward, own_invalid, choices, optimal))
+    def add(
+        self, outcome: Outcome, reward: float, own_invalid: bool, choices: int = 0, optimal: int = 0, **ended: str
+    ) -> None:
+        """Count a game. `ended`: `end` and `reason` of its record."""
+        self._games.append(PlayedGame(outcome, reward, own_invalid, choices, optimal, **ended))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"void": self.void, "games": list(map(list, self._games))}
+        return {"void": dict(self.void), "games": list(map(list, self._games))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.void, self._games = state["void"], [PlayedGame(*game) for game in state["games"]]
+        void = msgspec.convert(state["void"], int | dict[str, int])
+        self._games = msgspec.convert(state["games"], list[PlayedGame])
+        self.void = Counter({"": void} if isinstance(void, int) else void)  # runs of before knew no reasons
 
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
         games = self._games
         outcomes, rewards = Counter(game.outcome for game in games), [game.reward for game in games]
+        reasons = self.void + Counter(game.reason for game in games if game.reason)
         return Evaluation(
             label=label,
             model=model,
@@ -252,12 +281,15 @@ class Tally:
             draws=outcomes["draw"],
             losses=outcomes["loss"],
             invalid=sum(game.own_invalid for game in games),
-            void=self.void,
+            void=self.void.total(),
             mean_reward=fmean(rewards) if games else math.nan,
             reward_std=stdev(rewards) if len(games) > 1 else math.nan,
             choices=sum(game.choices for game in games),
             optimal=sum(game.optimal for game in games),
             optimal_interval=_optimal_interval(games),
+            reasons=dict(reasons.most_common()),
+            full_points=sum(POINTS.get(game.outcome, 0.0) for game in games if game.reason == CONTEXT_FULL),
+            ended_invalid=sum(game.end == "invalid" for game in games),
         )
 
 
@@ -287,21 +319,23 @@ def summarise_evaluation(
     label: str, step: int, model: ModelRef, env_id: str, opponent: str, records: Sequence[GameRecord]
 ) -> Evaluation:
     """Return the result of one model in `records`, over all seats that it played."""
-    tally, scores, rewards = Tally(), list[float | None](), list[float | None]()
+    tally, played, num_games = Tally(), dict[int, tuple[float, float]](), 0
     for record in sorted(records, key=lambda record: record.spec.game_idx):  # as drawn: seed by seed
-        for agent in record.spec.agent_specs:
-            if agent.model == model:
-                tally.add_record(record, agent.pid)
-                reward = None if record.end == "void" else record.reward_shown(agent.pid)
-                rewards.append(reward)
-                scores.append(None if reward is None else score(record.outcomes[agent.pid], reward))
-    seats = records[0].spec.num_players if records else 1
+        for agent in (agent for agent in record.spec.agent_specs if agent.model == model):
+            tally.add_record(record, agent.pid)
+            if record.end != "void":
+                reward = record.reward_shown(agent.pid)
+                played[num_games] = score(record.outcomes[agent.pid], reward), reward
+            num_games += 1
+    scores, rewards = by_deal(played, num_games, records[0].spec.num_players if records else 1)
+    return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=scores, rewards=rewards)
 
-    def by_seed(values: Sequence[float | None]) -> tuple[tuple[float | None, ...], ...]:
-        return tuple(tuple(values[i : i + seats]) for i in range(0, len(values), seats))
 
-    of_model = tally.evaluation(label, model.uid, step, env_id, opponent)
-    return replace(of_model, scores=by_seed(scores), rewards=by_seed(rewards))
+def by_deal(played: Mapping[int, tuple[float, float]], num_games: int, seats: int) -> tuple[Deals, Deals]:
+    """Return scores and rewards by deal and seat, given those of each game by number; None for a game without."""
+    deals = [[played.get(first + seat, (None, None)) for seat in range(seats)] for first in range(0, num_games, seats)]
+    scores, rewards = (tuple(tuple(of_game[i] for of_game in of_deal) for of_deal in deals) for i in (0, 1))
+    return scores, rewards
 
 
 def score(outcome: Outcome, reward: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
@@ -51,14 +51,15 @@ def points_interval(wins: int, draws: int, losses: int, z: float = Z_95) -> tupl
         drawn = (b - math.sqrt(max(b * b - 4 * n * draws * win_room * loss_room, 0.0))) / (2 * n)
         return (observed - mean) ** 2 <= z * z * (mean * (1 - mean) - drawn / 4) / n
 
-    def edge(outside: float) -> float:
-        inside = observed
-        for _ in range(40):
-            middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
-        return inside
+    return bisect(observed, 0.0, is_inside), bisect(observed, 1.0, is_inside)
 
-    return edge(0.0), edge(1.0)
+
+def bisect(inside: float, outside: float, is_inside: Callable[[float], bool]) -> float:
+    """Return the edge, between a number inside of an interval and one outside, to 2^-40 of their distance."""
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
+    return inside
 
 
 def mean_interval(mean: float, std: float, n: int, z: float = Z_95) -> tuple[float, float]:

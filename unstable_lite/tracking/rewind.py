@@ -15,7 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unstable_lite.files import keep_records, keep_whole_lines, read_records, replaced
 from unstable_lite.tracking.evaluations import evaluation_group
-from unstable_lite.tracking.train_data import train_files
+from unstable_lite.tracking.records import train_files
 
 
 def rewind(

@@ -21,7 +21,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import slug
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
-from unstable_lite.planning.questions import question_files
+from unstable_lite.planning.envs import question_files
 from unstable_lite.planning.trust import CONFIG, seal_config
 from unstable_lite.tracking.versions import versions
 
@@ -97,7 +97,7 @@ def recorded_questions(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of questions when the run began, by env id; empty if none is recorded."""
     try:
         return dict(json.loads((directory / VERSIONS).read_text(encoding="utf-8"))[QUESTIONS])
-    except (OSError, ValueError, LookupError, TypeError):  # an older run, or a damaged file
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # an older run, or a damaged file
         return {}
 
 
@@ -130,7 +130,7 @@ def find_damage(directory: Path) -> str | None:
                 return f"{name} has other contents than were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # or a loop of links
         return f"its {MANIFEST} cannot be read: {error}"
     return None
 

@@ -21,41 +21,28 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.histogram import metadata as histogram
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import is_questions, slug, with_slugs
+from unstable_lite.config.env_ids import is_judged, slug, with_slugs
 from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile
+from unstable_lite.tracking.displayed_metrics import METRICS
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
 
 PREFIX = "events.out.tfevents."
 HPARAMS = (
-    "algorithm",
-    "model_name",
-    "run.seed",
-    "run.learning_steps",
-    "run.group_size",
-    "engine.temperature",
-    "engine.max_generation_len",
-    "learner.batch_size",
-    "learner.learning_rate",
-    "learner.importance_weight_cap",
-    "learner.kl_coefficient",
-    "lora.lora_rank",
-    "lora.lora_alpha",
-    "buffer.max_staleness",
-    "league.opponent_sampling_strategy",
+    *("algorithm", "model_name", "run.seed", "run.learning_steps", "run.group_size"),
+    *("engine.temperature", "engine.max_generation_len", "learner.batch_size", "learner.learning_rate"),
+    *("learner.importance_weight_cap", "learner.kl_coefficient", "lora.lora_rank", "lora.lora_alpha"),
+    *("buffer.max_staleness", "league.opponent_sampling_strategy"),
 )
 """Columns of the hyperparameter table, besides the envs."""
-
-
 CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Points( low| high)?")
 """Metrics that are also logged under a second name; see `charted`."""
 
@@ -127,30 +114,22 @@ def charted(name: str) -> str:
 
 def layout(config: Config) -> layout_pb2.Layout:
     """Return the charts of the custom scalars page, on which tags are regular expressions."""
-    won = [
-        *_points_by_opponent(config),
+    won = []
+    for title, tag in _evaluations(config):
+        value, lower, upper = (charted(f"{tag} Points{edge}") for edge in ("", " low", " high"))
+        series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+        won.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
+    won += [
         _lines("exploitability (exact)", "exploitability(_legal)?/.*"),
         _lines("points in training games", "collection-.*/Points"),
         _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
     ]
-    healthy = [
-        _lines("staleness (updates)", "learner/staleness_(mean|max)"),
-        _lines("mismatch: |Δ log p| of engine and learner", "learner/mismatch_(mean|max)", "canary/mismatch"),
-        _lines("loss", "learner/(loss|policy_loss|value_loss)"),
-        _lines("entropy (nats)", "learner/entropy"),
-        _lines("importance weights", "learner/importance_weight_(mean|clipped)"),
-        _lines("gradient norm", "learner/(policy|critic)_grad_norm"),
-        _lines(
-            "zero advantages, repetition", "learner/zero_advantage", "batch/(repeated_4grams|identical_completions)"
-        ),
-        _lines("alarms", "run/alarms"),
-    ]
-    fast = [
-        _lines("tokens/s", "run/tokens_per_s", "inference/.*/tok_s", "learner/tokens_per_s"),
-        _lines("seconds per update: wait, learn, sync weights", "learner/(wait_for_batch_s|seconds|publish_s)"),
-        _lines("requests", "inference/.*/(running|queued)"),
-        _lines("turns per game", "collection-.*/Game Length"),
-    ]
+    healthy, fast = (
+        [_lines(name, name) for name, metric in METRICS.items() if metric.topic == topic]
+        for topic in ("health", "speed")
+    )
+    healthy.append(_lines("alarms", "run/alarms"))
+    fast.append(_lines("tokens/s of engines", "inference/.*/tok_s"))
     return layout_pb2.Layout(
         category=[
             layout_pb2.Category(title="does it win", chart=won),
@@ -160,24 +139,14 @@ def layout(config: Config) -> layout_pb2.Layout:
     )
 
 
-def _points_by_opponent(config: Config) -> list[layout_pb2.Chart]:
-    charts = []
-    for title, tag in _evaluations(config):
-        value, lower, upper = (charted(f"{tag} Points{edge}") for edge in ("", " low", " high"))
-        series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-        charts.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
-    return charts
-
-
-def _lines(title: str, *tags: str) -> layout_pb2.Chart:
-    whole = [f"^{tag}$" for tag in tags]
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=whole))
+def _lines(title: str, tags: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"^{tags}$"]))
 
 
 def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the chart's title and the tag prefix of each evaluation that can be won."""
     for env in config.eval_envs:
-        if env.num_players > 1 or is_questions(env.env_id):
+        if env.num_players > 1 or is_judged(env.env_id):
             cell = env.env_id, env.opponent
             title = f"{env.env_id}, points{against(env.opponent)}, 95 %"
             if config.run.eval_games:
@@ -187,28 +156,14 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _add_hparams(summary: Summary, config: Config) -> None:
-    raw = config.model_dump(mode="json")
-    values: dict[str, Any] = {"train_envs": ", ".join(dict.fromkeys(env.env_id for env in config.train_envs))}
+    raw, train_envs = config.model_dump(mode="json"), dict.fromkeys(env.env_id for env in config.train_envs)
+    values: dict[str, Any] = {"train_envs": ", ".join(train_envs)}
     for key in HPARAMS:
         section, _, name = key.rpartition(".")
-        values[key] = (raw[section] if section else raw)[name]
-    session, experiment = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time()), api_pb2.Experiment()
-    experiment.time_created_secs = session.start_time_secs
-    for key, value in values.items():
-        if isinstance(value, int | float):
-            session.hparams[key].number_value = value
-            experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_FLOAT64)
-        else:
-            session.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
-            experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_STRING)
-    metrics = [f"{tag} Points" for _, tag in _evaluations(config)]
-    metrics += [
-        f"collection-{slug(env_id)}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)
-    ]
-    for tag in metrics:
-        experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
-    for tag, content in (
-        (hparams.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
-        (hparams.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=session)),
-    ):
-        summary.value.add(tag=tag, tensor=hparams.NULL_TENSOR, metadata=hparams.create_summary_metadata(content))
+        value = (raw[section] if section else raw)[name]
+        values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
+    tags = [f"{tag} Points" for _, tag in _evaluations(config)]
+    tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
+    columns = [hparams.HParam(name) for name in values]
+    summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
+    summary.MergeFrom(hparams.hparams_pb(values, start_time_secs=time.time()))

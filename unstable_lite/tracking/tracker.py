@@ -2,33 +2,90 @@
 
 Metric names follow the reference (`trackers.py`). Every mean has its sample size in its group: `n` counts games of a
 player, `n (turns)` turns, `n (pid=k)` games at one seat, and `n (answered)` games in which the player sampled a token.
-Sinks receive finished numbers and know nothing of games.
+Sinks receive finished numbers and know nothing of games. A record that cannot be written does not end the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config.games import opponent_shown
+from unstable_lite.config.reference import TRACKER, from_reference
 from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.errors import Caught
 from unstable_lite.files import AppendFile, RecordLog, to_line
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.rollout.in_order import InOrder
-from unstable_lite.tracking.diversity import Diversity
+from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.evaluations import Evaluation, Tally
-from unstable_lite.tracking.game_lines import record_to_json
-from unstable_lite.tracking.league_log import LeagueLog
-from unstable_lite.tracking.train_data import Batch, TrainDataFiles
-from unstable_lite.tracking.transcripts import transcript
-from unstable_lite.tracking.windows import WINDOW, Collected, GameWindows, collect, evaluated
-from unstable_lite.tracking.write_failures import WriteFailures
+from unstable_lite.tracking.records import Batch, LeagueLog, TrainDataFiles, record_to_json, transcript
+from unstable_lite.tracking.windows import (
+    WINDOW,
+    Collected,
+    Diversity,
+    GameWindows,
+    collect,
+    evaluated,
+    judged_by_alarms,
+)
 from unstable_lite.types import GameRecord, GameSpec, Histogram, Logprobs
+
+log = logging.getLogger(__name__)
+
+TRANSCRIPT_EVERY = 10
+"""Number of updates between two games that TensorBoard and W&B show as text."""
+
+
+class WriteFailures:
+    def __init__(self, alarm: Callable[[str], None]) -> None:
+        self.lost_records = 0
+        """Number of lines, events and files that could not be written."""
+        self._alarm = alarm
+        self._failing: dict[str, str] = {}
+        """Sinks and files that cannot be written at the moment, with their paths."""
+        self._failed_lately: set[str] = set()
+        """Sinks and files that failed since the last update."""
+
+    @contextlib.contextmanager
+    def survived(self, target: str) -> Iterator[None]:
+        """Continue the run if a record cannot be written, because games and updates are worth more than their records.
+
+        Counts the lost records and reports the first failure. The recovery is reported after an update without a
+        failure, because on a nearly full disk short lines fit between long ones that fail.
+        """
+        caught = Caught()
+        with caught:
+            yield
+        if (error := caught.error) is None:
+            return
+        self.lost_records += 1
+        self._failed_lately.add(target)
+        if target not in self._failing:
+            line = "".join(traceback.format_exception_only(error)).strip()  # `str` of an error may raise
+            path, reason, remedy = target, line[:300], "See logs/orchestrator.log"
+            if isinstance(error, OSError) and error.strerror:
+                path, reason, remedy = error.filename or target, error.strerror, "Free some space"
+            self._failing[target] = path
+            log.warning("a record for %s is lost", target, exc_info=error)
+            self._alarm(
+                f"cannot write {path}: {reason}. The run continues without these records "
+                f"(run/lost_records counts them) and keeps trying. {remedy}"
+            )
+
+    def report_recovery(self) -> None:
+        """Report the targets that failed before, but not since the last call."""
+        for target in self._failing.keys() - self._failed_lately:
+            where = self._failing.pop(target)
+            self._alarm(f"writes work again after a failure at {where}; {self.lost_records} records were lost in all")
+        self._failed_lately.clear()
+
 
 INTERFACE_MEANS = (
     ("n", "Game Length"),
@@ -54,6 +111,7 @@ class RichSink(Sink, Protocol):
         """Show unescaped texts by name. The sink must ensure that no part of them becomes markup."""
 
 
+@from_reference(kept=TRACKER)
 class Tracker:
     def __init__(
         self,
@@ -68,6 +126,8 @@ class Tracker:
         self.registry: ModelRegistry | None = None
         """Registry for `get_interface_info`, league.jsonl and the age of checkpoints."""
         self.games_finished = self.void_games = self.branched_games = 0
+        self.ended: Counter[tuple[str, str, str]] = Counter()
+        """Number of games whose end has a reason, by env, opponent and reason."""
         self.alarms: list[str] = []
         self.latest: dict[str, float] = {}
         """Newest value of every metric."""
@@ -79,14 +139,14 @@ class Tracker:
         self._step = 0
         self._failures = WriteFailures(lambda text: self.alarm(self._step, text))
         self._config = config
-        self._games_file = RecordLog(run_directory / "games.jsonl", config.max_part_mb)
+        self._games_file = RecordLog(run_directory / "games.jsonl")
         self._eval_file = AppendFile(run_directory / "eval.jsonl")
         self._alarms_file = AppendFile(run_directory / "alarms.jsonl")
         self._league_log = LeagueLog(run_directory / "league.jsonl")
-        self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
-        self._windows = GameWindows()
-        self._collected = InOrder[list[Collected]]()
-        """Entries of training games, released in the order of the game numbers."""
+        self._train_data = TrainDataFiles(run_directory / "train_data")
+        self.windows = GameWindows()
+        self._ended = InOrder[tuple[list[Collected], list[tuple[str, str, Any]]]]()
+        """Entries of training games for the windows, released in the order of the game numbers."""
         self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
@@ -100,24 +160,29 @@ class Tracker:
 
     def begin_game(self, spec: GameSpec) -> None:
         """Record that a training game begins; the windows count no later game before it ends."""
-        self._collected.begin(spec.game_idx)
+        self._ended.begin(spec.game_idx)
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and write it to games.jsonl."""
         self.games_finished += 1
         is_void = record.end == "void"
         self.void_games += is_void
+        if record.reason:
+            self.ended[record.spec.env_id, _opponent(record.spec), record.reason] += 1
         if record.spec.kind == "eval":
             self._add_evaluated(record)
+            self._judge(judged_by_alarms(record))
         else:
             self._newest_game = self._newest_game if is_void else record
             # A game that began at a branch has neither the length nor the result of a game of the policy.
             is_left_out = is_void or record.spec.start is not None
             self.branched_games += record.spec.start is not None and not is_void
             collected = [] if is_left_out else [collect(record, trajectory) for trajectory in record.trajectories]
-            for of_game in self._collected.end(record.spec.game_idx, collected):
-                for of_player in of_game:
-                    self._add_collected(of_player)
+            for of_players, of_game in self._ended.end(record.spec.game_idx, (collected, [*judged_by_alarms(record)])):
+                for of_player in of_players:
+                    self.windows.add(f"collection-{of_player.env_id}", of_player.entries)
+                    self._diversity[of_player.env_id].append(of_player.states, of_player.actions)
+                self._judge(of_game)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
             with self._failures.survived("games.jsonl"):
                 self._games_file.write(record_to_json(record, self._config.keep_tokens))
@@ -143,9 +208,8 @@ class Tracker:
 
         Waits until the previous batch is on disk, but not for this one.
         """
-        if self._train_data is not None:
-            with self._failures.survived("train_data"):
-                await self._train_data.write(update, version, batch, logprobs)
+        with self._failures.survived("train_data"):
+            await self._train_data.write(update, version, batch, logprobs)
 
     def alarm(self, step: int, text: str, is_repeat: bool = False) -> None:
         """Report an alarm and write it to alarms.jsonl. Unless it is a repeat, count it and keep it for the summary."""
@@ -156,29 +220,45 @@ class Tracker:
             self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text, "is_repeat": is_repeat}))
 
     def log_update(self, step: int, metrics: Mapping[str, float], histograms: Sequence[Histogram] = ()) -> None:
-        """Log `metrics` of this update with the windows over games, and a game every `transcript_every` updates."""
-        everything = dict(metrics)
-        everything |= self._windows.metrics()
+        """Log `metrics` of this update with the windows over games, and a game every `TRANSCRIPT_EVERY` updates."""
+        everything = dict(metrics) | self.windows.metrics()
         for env_id, diversity in self._diversity.items():
             everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
-        everything["run/seconds"] = time.monotonic() - self._started
-        everything["run/games"] = self.games_finished
-        everything["run/void_games"] = self.void_games
-        if self.branched_games:
-            everything["run/branched_games"] = self.branched_games
-        everything["run/alarms"] = len(self.alarms)
-        everything["run/lost_records"] = self.lost_records
-        self._send(step, everything)
+        everything |= {
+            "run/seconds": time.monotonic() - self._started,
+            "run/games": self.games_finished,
+            "run/void_games": self.void_games,
+            **({"run/branched_games": self.branched_games} if self.branched_games else {}),
+            "run/alarms": len(self.alarms),
+            "run/lost_records": self.lost_records,
+        }
+        self.log(step, everything | self._ended_metrics())
+        game = self._newest_game if step % TRANSCRIPT_EVERY == 0 else None
         for sink in self._rich_sinks:
             with self._failures.survived(type(sink).__name__):
-                self._show(sink, step, histograms)
+                if histograms:
+                    sink.log_histograms(step, [replace(one, name=f"learner/{one.name}") for one in histograms])
+                if game is not None:
+                    sink.log_texts(step, {f"games/{game.spec.env_id}": transcript(game)})
         self._log_league(step)
         self._failures.report_recovery()
 
+    def ended_early(self) -> list[str]:
+        """Return the number of games for each reason of an end, by env and opponent, most games first."""
+        return [f"{n} {reason} in {env_id} ({opponent})" for (env_id, opponent, reason), n in self.ended.most_common()]
+
+    def _ended_metrics(self) -> dict[str, float]:
+        return {f"ended/{env} ({opponent})/{reason}": count for (env, opponent, reason), count in self.ended.items()}
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log `metrics` that belong to no update, if there are any."""
-        if metrics:
-            self._send(step, metrics)
+        """Log `metrics`, also those that belong to no update, if there are any."""
+        if not metrics:
+            return
+        self.latest.update(metrics)
+        self._step = step
+        for sink in self._sinks:
+            with self._failures.survived(type(sink).__name__):
+                sink.log(step, metrics)
 
     def get_interface_info(self) -> dict[str, Any]:
         """Return the data of a dashboard under the reference's keys; means over all training envs, None if empty.
@@ -197,7 +277,7 @@ class Tracker:
             else {},
             "match_counts": dict(registry.match_counts) if registry else {},
             "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
-        } | {name: self._windows.mean("collection-", count, name) for count, name in INTERFACE_MEANS}
+        } | {name: self.windows.mean("collection-", count, name) for count, name in INTERFACE_MEANS}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -205,8 +285,9 @@ class Tracker:
             "games": self.games_finished,
             "void_games": self.void_games,
             "branched_games": self.branched_games,
+            "ended": [[*key, count] for key, count in self.ended.items()],
             "alarms": self.alarms,
-            **self._windows.state_dict(),
+            **self.windows.state_dict(),
             "diversity": {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()},
             "tallies": [[*key, tally.state_dict()] for key, tally in self._tallies.items()],
         }
@@ -216,8 +297,9 @@ class Tracker:
         self._started -= state["seconds"]
         self.games_finished, self.void_games = state["games"], state["void_games"]
         self.branched_games = state.get("branched_games", 0)
+        self.ended.update({(env, opponent, reason): count for env, opponent, reason, count in state.get("ended", ())})
         self.alarms = list(state["alarms"])
-        self._windows.load_state_dict(state)
+        self.windows.load_state_dict(state)
         for env_id, diversity in state["diversity"].items():
             self._diversity[env_id].load_state_dict(diversity)
         for *key, tally in state["tallies"]:
@@ -226,54 +308,43 @@ class Tracker:
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
-        """Write all pending results and close all files."""
-        self.end_evaluations(())
-        for sink in self._sinks:
-            with self._failures.survived(type(sink).__name__):
-                sink.close()
-        for file in (self._games_file, self._eval_file, self._alarms_file, self._league_log):
-            file.close()
-        if self._train_data is not None:
-            self._train_data.close()
-
-    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.latest.update(metrics)
-        self._step = step
-        for sink in self._sinks:
-            with self._failures.survived(type(sink).__name__):
-                sink.log(step, metrics)
-
-    def _show(self, sink: RichSink, step: int, histograms: Sequence[Histogram]) -> None:
-        if histograms:
-            sink.log_histograms(step, [replace(one, name=f"learner/{one.name}") for one in histograms])
-        game, every = self._newest_game, self._config.transcript_every
-        if game is not None and every and step % every == 0:
-            sink.log_texts(step, {f"games/{game.spec.env_id}": transcript(game)})
+        """Write all pending results and close all files and sinks, also if one of them raises."""
+        with contextlib.ExitStack() as parts:
+            for part in (self._train_data, self._league_log, self._alarms_file, self._eval_file, self._games_file):
+                parts.callback(part.close)
+            for sink in reversed(self._sinks):
+                parts.enter_context(self._failures.survived(type(sink).__name__))
+                parts.callback(sink.close)
+            with contextlib.suppress(KeyError):  # the start failed before the registry had its state
+                self.end_evaluations(())
 
     def _write_evaluation(self, evaluation: Evaluation) -> None:
         with self._failures.survived("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
-        self._send(evaluation.step, evaluation.metrics())
+        self.log(evaluation.step, evaluation.metrics() | self._ended_metrics())
 
     def _log_league(self, step: int) -> None:
         if self.registry is not None:
             with self._failures.survived("league.jsonl"):
                 self._league_log.log(step, self.registry)
 
-    def _add_collected(self, collected: Collected) -> None:
-        self._windows.add(f"collection-{collected.env_id}", collected.entries)
-        self._diversity[collected.env_id].append(collected.states, collected.actions)
+    def _judge(self, entries: Iterable[tuple[str, str, Any]]) -> None:
+        for kind, games, value in entries:
+            self.windows.judged[kind, games].append(value)
 
     def _add_evaluated(self, record: GameRecord) -> None:
-        opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.name is not None]
-        env_id = record.spec.env_id
-        opponent = opponent_shown(opponents[0] if opponents else "none", record.spec.sampling)
-        group = f"evaluation-{env_id} ({opponent})"
-        for agent in record.spec.agent_specs:
-            if agent.model.name is not None:
-                continue
+        env_id, opponent = record.spec.env_id, _opponent(record.spec)
+        for agent in (agent for agent in record.spec.agent_specs if agent.model.name is None):
             if record.spec.eval_label is None:
                 self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)
-            if record.end == "void":
-                continue
-            self._windows.add(group, evaluated(record, agent.pid))
+            if record.end != "void":
+                self.windows.add(f"evaluation-{env_id} ({opponent})", evaluated(record, agent.pid))
+
+
+def _opponent(spec: GameSpec) -> str:
+    """Return the fixed opponent of a game, as results show it; without one the kind of the other players."""
+    fixed = [agent.model.name for agent in spec.agent_specs if agent.model.name is not None]
+    if spec.kind == "eval" or fixed:
+        return opponent_shown(fixed[0] if fixed else "none", spec.sampling)
+    is_mirror = len({agent.model.uid for agent in spec.agent_specs}) == 1
+    return "none" if spec.num_players == 1 else "mirror" if is_mirror else "checkpoint"

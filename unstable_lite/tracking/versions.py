@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.engines.devices import cuda_of_torch
+from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def versions() -> dict[str, Any]:
             packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             packages[package] = None
-    machine = {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
+    machine = {"platform": platform.platform(), "cores": usable_cpus(), "python": sys.version.split()[0]}
     return {"commit": _commit(), "packages": packages, "machine": machine}
 
 

@@ -48,6 +48,8 @@ class WandbSink:
                 resume="allow",  # not "must": the server does not know a run whose offline records are still here
                 dir=directory,
                 config=config,
+                # W&B would print the newest metrics, such as the number of alarms, over the run's own end.
+                settings=wandb.Settings(max_end_of_run_history_metrics=0, max_end_of_run_summary_metrics=0),
             )
         except (wandb.Error, msgspec.DecodeError) as error:
             another = f"delete {path} to begin another W&B run; " * path.exists()

@@ -1,15 +1,22 @@
-"""Means over the newest games of a player, or over its newest turns."""
+"""Measures of play: means over the newest games or turns, diversity of a window, repetition in a batch.
+
+Adding a game only hashes its texts; the metrics of diversity are computed once per update, over a window with limits on
+trajectories and turns.
+"""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from unstable_lite.tracking.diversity import digests
+from unstable_lite.config.games import opponent_shown
 from unstable_lite.tracking.evaluations import POINTS
-from unstable_lite.types import GameRecord, PlayerTrajectory, Turn
+from unstable_lite.types import BUDGET_SPENT, GameRecord, PlayerTrajectory, Step, Turn
 
 WINDOW = 512
 """Window of the means of collection and evaluation, in games of a player or in turns (as in the reference)."""
@@ -18,10 +25,16 @@ Entries = dict[tuple[str, str], list[float]]
 """Values by sample size (`n`, `n (turns)`, …) and metric name."""
 
 
+SCORED, VALID, ENDED = "points", "without an own invalid move", "reasons"
+"""Kinds of windows that alarms judge: points in games against one fixed opponent, and of whole games by env."""
+
+
 class GameWindows:
-    """Windows by group, sample size and metric name."""
+    """Windows by group, sample size and metric name, and those that alarms judge."""
 
     def __init__(self) -> None:
+        self.judged: dict[tuple[str, str], deque[Any]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        """Newest values by kind and games; those of kind `ENDED` are pairs, see `judged_by_alarms`."""
         self._windows: dict[tuple[str, str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._games_of: Counter[str] = Counter()
 
@@ -51,12 +64,37 @@ class GameWindows:
 
     def state_dict(self) -> dict[str, Any]:
         windows = [[*key, list(window)] for key, window in self._windows.items()]
-        return {"windows": windows, "games_of": dict(self._games_of)}
+        judged = [[*key, list(window)] for key, window in self.judged.items()]
+        return {"windows": windows, "games_of": dict(self._games_of), "judged": judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, count, name, values in state["windows"]:
             self._windows[group, count, name].extend(values)
         self._games_of = Counter(state["games_of"])
+        for kind, games, values in state.get("judged", ()):
+            self.judged[kind, games].extend(values)
+
+
+def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, Any]]:
+    """Yield kind of window, games, and the value of a finished game.
+
+    The end has the reason (empty for a stop), and the fewest tokens of an answer that was cut off, if one was.
+    """
+    spec = record.spec
+    cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]
+    yield ENDED, spec.env_id, ["" if record.reason == BUDGET_SPENT else record.reason, min(cut, default=None)]
+    if record.end == "void" or spec.eval_label is not None or spec.start is not None:
+        return
+    is_training = spec.kind == "train"
+    own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None)]
+    others = {a.model.name for a in spec.agent_specs if a.pid not in own}
+    opponent = others.pop() if len(others) == 1 else None
+    if is_training:
+        yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
+    for pid in own:
+        if opponent is not None and record.outcomes[pid] != "na":
+            games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against "
+            yield SCORED, games + opponent_shown(opponent, spec.sampling), POINTS[record.outcomes[pid]]
 
 
 @dataclass(slots=True)
@@ -139,3 +177,107 @@ def _outcome(record: GameRecord, pid: int, draw_name: str) -> Entries:
             (of_seat, f"Win Rate (pid={pid})"): outcome == "win",
         }
     return {key: [value] for key, value in entries.items()}
+
+
+GRAMS = (1, 2, 3, 4)
+MAX_TURNS = 16_384
+"""Limit of the turns in a window, so that each metric takes at most a few milliseconds."""
+
+
+class Diversity:
+    """Newest `window` trajectories of one env: the states and actions of one collected player in one game each."""
+
+    def __init__(self, window: int, max_turns: int = MAX_TURNS) -> None:
+        self._trajectories: deque[tuple[tuple[int, ...], tuple[int, ...]]] = deque()
+        """Hashes of states and of actions."""
+        self._window = window
+        self._max_turns = max_turns
+        self._num_turns = 0
+
+    def append(self, states: tuple[int, ...], actions: tuple[int, ...]) -> None:
+        """Add a trajectory, given the digests of its states and of its actions."""
+        self._trajectories.append((states, actions))
+        self._num_turns += len(actions)
+        while len(self._trajectories) > self._window or self._num_turns > self._max_turns:
+            self._num_turns -= len(self._trajectories.popleft()[1])
+
+    def state_dict(self) -> list[Any]:
+        return [[list(states), list(actions)] for states, actions in self._trajectories]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        for states, actions in state:
+            self.append(tuple(states), tuple(actions))
+
+    def metrics(self) -> dict[str, float]:
+        """Return shares between 0 and 1, entropies in nats, and the numbers of trajectories and turns."""
+        all_states, all_actions = zip(*self._trajectories, strict=True) if self._trajectories else ((), ())
+        num_trajectories, num_turns = len(self._trajectories), self._num_turns
+        states, actions = Counter(chain.from_iterable(all_states)), Counter(chain.from_iterable(all_actions))
+        of_turn = Counter(chain.from_iterable(map(range, map(len, all_actions))))
+        at_turn: Counter[Hashable] = Counter(chain.from_iterable(map(enumerate, all_actions)))
+        own_entropy = sum(map(_own_entropy, all_actions))
+        metrics: dict[str, float] = {}
+        for n in GRAMS:
+            shifted = ((actions[start:] for start in range(n)) for actions in all_actions)
+            if grams := [gram for of_game in shifted for gram in zip(*of_game, strict=False)]:
+                metrics[f"Pct. Unique Action {n}-gram"] = len(set(grams)) / len(grams)
+        return metrics | {
+            "Unique Actions": len(actions),
+            "Unique States": len(states),
+            "Unique Trajectories": len(set(all_actions)),
+            "Action Entropy": entropy(actions.values(), num_turns),
+            "State Entropy": entropy(states.values(), num_turns),
+            # H(action | turn) = H(action, turn) - H(turn): uncertainty of an action given the number of its turn.
+            "Action Entropy (per turn)": entropy(at_turn.values(), num_turns) - entropy(of_turn.values(), num_turns),
+            "Action Entropy (trajectory)": own_entropy / max(num_trajectories, 1),
+            "n": num_trajectories,
+            "n (turns)": num_turns,
+        }
+
+
+def digests(texts: Iterable[str]) -> tuple[int, ...]:
+    """Return digests that, unlike `hash`, are the same in every process, because the window survives a resume.
+
+    Two texts of equal length and checksum count as one; this happens in about one of thirty full windows.
+    """
+    return tuple(len(text) << 32 | zlib.crc32(text.encode("utf-8", "surrogatepass")) for text in texts)
+
+
+def _own_entropy(actions: tuple[int, ...]) -> float:
+    """Return the entropy of one trajectory's actions; if all differ, which is common, one logarithm suffices."""
+    n, distinct = len(actions), set(actions)
+    if len(distinct) == n:
+        return math.log(n) if n else 0.0
+    return entropy(map(actions.count, distinct), n)
+
+
+def entropy(counts: Iterable[int], total: int) -> float:
+    """Return -Σ p log p of counts; equal counts are taken together, because there are few different ones."""
+    return -sum(times * count / total * math.log(count / total) for count, times in Counter(counts).items())
+
+
+GRAM = 4
+_BYTES = 4
+"""Bytes per token id."""
+
+
+def repetition(steps: Iterable[Step]) -> dict[str, float]:
+    """Return shares between 0 and 1 and their denominators; a share is 0 if its denominator is 0.
+
+    `repeated_4grams`: share of 4-grams that occurred earlier in the same completion (Welleck et al. 2020,
+    arXiv:1908.04319: seq-rep-4, over all completions together). `identical_completions`: share of the most common
+    completion.
+    """
+    completions = [step.generation.completion_ids.astype("<i4").tobytes() for step in steps]
+    num_grams = num_distinct = 0
+    for ids in completions:
+        own = [ids[start : start + GRAM * _BYTES] for start in range(0, len(ids) - (GRAM - 1) * _BYTES, _BYTES)]
+        num_grams += len(own)
+        num_distinct += len(set(own))
+    commonest = max(Counter(completions).values(), default=0)
+    return {
+        "repeated_4grams": (num_grams - num_distinct) / max(num_grams, 1),
+        "num_4grams": num_grams,
+        "identical_completions": commonest / max(len(completions), 1),
+        "num_completions": len(completions),
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgpack
@@ -22,7 +22,7 @@ from unstable_lite.types import number_format
 
 T = TypeVar("T")
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Longest accepted list or table, so that a frame cannot claim memory that it does not fill."""
@@ -36,9 +36,16 @@ class _Messages(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     messages: list[_ANY_MESSAGE]
 
 
-def encode(messages: Sequence[Message]) -> bytes:
-    """Pack messages into one frame. Raises ProtocolError if they cannot be sent."""
-    return _pack(messages)
+def encode(values: Iterable[Any]) -> bytes:
+    """Pack messages, or values of one type, into one frame. Raises ProtocolError if they cannot be sent."""
+    try:
+        plain = msgspec.to_builtins([PROTOCOL, list(values)], builtin_types=(bytes,), enc_hook=_to_plain)
+        frame: bytes = msgpack.packb(plain)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"cannot be sent: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"cannot be sent: a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return frame
 
 
 def decode(frame: bytes) -> list[Message]:
@@ -50,25 +57,9 @@ def decode(frame: bytes) -> list[Message]:
     return _convert([_unpack(frame)], _Messages).messages
 
 
-def pack_all(values: Iterable[Any]) -> bytes:
-    """Pack values of one type without names into the content of a file."""
-    return _pack(list(values))
-
-
-def unpack_all(cls: type[T], content: bytes) -> list[T]:
-    """Unpack values that `pack_all` packed. Raises ProtocolError for any other content."""
-    return _convert(_unpack(content), list[cls])  # type: ignore[valid-type]
-
-
-def _pack(values: Any) -> bytes:
-    try:
-        plain = msgspec.to_builtins([PROTOCOL, values], builtin_types=(bytes,), enc_hook=_to_plain)
-        frame: bytes = msgpack.packb(plain)
-    except (UnicodeEncodeError, OverflowError) as error:
-        raise ProtocolError(f"cannot be sent: {error}") from error
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"cannot be sent: a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
-    return frame
+def decode_values(cls: type[T], frame: bytes) -> list[T]:
+    """Unpack values of one type. Raises ProtocolError for any other content."""
+    return _convert(_unpack(frame), list[cls])  # type: ignore[valid-type]
 
 
 def _unpack(frame: bytes) -> list[Any]:

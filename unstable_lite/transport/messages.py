@@ -47,6 +47,8 @@ class Failed(Reply):
     error: str
     is_no_room: bool = False
     """Whether the request failed because its output did not fit in the given location; another one may have room."""
+    reason: str = ""
+    """Kind of the failure (`types.REASONS`), if a game's record needs it."""
 
 
 class Generated(Reply):
@@ -71,8 +73,6 @@ class Generate(Request[Generated]):
     """Seed of this request's random stream; None uses the engine's stream."""
     prompt_ids: TokenIds | None = None
     """Ids to complete in place of those of `prompt`: an answer that is continued, after its prompt."""
-    is_streamed: bool = False
-    """Whether the engine sends the text as it grows (`Progress`), if it can."""
 
 
 class AdapterDigest(Reply):
@@ -212,8 +212,10 @@ class EnvState(Reply):
     is_over: bool
     was_invalid: bool
     """Whether the rules forbid the last action."""
-    has_teams: bool
-    """Whether its players win and lose in teams."""
+    teams: tuple[str, ...] | None
+    """Label of each player's team, if they win and lose together; empty if the env does not name the teams."""
+    eliminated: tuple[int, ...]
+    """Players whom the rules have eliminated."""
     pid: int
     """Player whose turn it is; like this player's observation, not set when the game is over."""
     observation: str
@@ -262,13 +264,6 @@ class Ready(Notice):
         check_plain(self.info)
 
 
-class Progress(Notice):
-    """Text that a streamed completion has gained since the last such message; no stop string can take it back."""
-
-    request_id: int
-    text: str
-
-
 class Cancel(Notice):
     """Ask an engine to drop a request, whose reply is not read any more."""
 
@@ -295,6 +290,8 @@ class Crashed(Notice):
     """Whether a restarted worker would fail in the same way."""
     is_away: bool = False
     """Whether the server of this worker cannot be reached, or was lost."""
+    place: str = ""
+    """Type of the error, and file and line of the user's code or else of any; empty if it may not happen again."""
 
 
 class Stop(Notice):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import MEMORY_ADVICE, UnstableError, WorkerDied
+from unstable_lite.files import open_log
 from unstable_lite.transport.messages import Stop
 from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.transport.worker_main import DUMP_STACKS, WorkerSpec
@@ -60,7 +61,7 @@ class WorkerProcess:
             self.channel.reset()
             self._is_stuck = False
             self.spec = replace(self.spec, is_restart=True)
-        with self.log_path.open("ab") as log_file:
+        with open_log(self.log_path) as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -76,8 +77,9 @@ class WorkerProcess:
                 start_new_session=True,  # the orchestrator handles a Ctrl-C at the terminal
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(replace(self.spec, identity=self.channel.identity.decode()).to_line().encode())
-        await self._process.stdin.drain()
+        with contextlib.suppress(OSError, RuntimeError):  # it has died already, which `watch` reports
+            self._process.stdin.write(replace(self.spec, identity=self.channel.identity.decode()).to_line().encode())
+            await self._process.stdin.drain()
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
         """Return the worker's `Ready.info`. Raises WorkerDied if it dies, UnstableError if it is not up in time."""
@@ -145,8 +147,10 @@ class WorkerProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if (crash := self.channel.crash) is not None:
             text = f"{self.channel.name}: {crash.error}\n(log: {self.log_path})"
-            return WorkerDied(text, crash.is_final, crash.is_away)
-        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            return WorkerDied(text, crash.is_final, crash.is_away, crash.place)
+        lines = []
+        with contextlib.suppress(OSError):  # the log was removed
+            lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
         if code == -signal.SIGKILL and not self._is_stuck:
             tail += f"\n(if no person killed it, the system did because memory ran out; see `dmesg`: {MEMORY_ADVICE})"
@@ -197,8 +201,9 @@ class WorkerGroup(WorkerProcess):
                 watch.cancel()
         if first:
             # Ranks fail if they lose a rank that crashed or was killed, and their exits may be seen before its exit.
-            reasons = [end for end in ends if isinstance(end, WorkerDied) and end.is_final]
-            raise (reasons or [death for death in first if "was killed" in str(death)] or first)[0]
+            deaths = [end for end in ends if isinstance(end, WorkerDied)]
+            killed = [death for death in first if "was killed" in str(death)]
+            raise ([d for d in deaths if d.is_final] or killed or [d for d in deaths if d.place] or first)[0]
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Stop all ranks. Rank 0 forwards `Stop` to the others."""

@@ -7,11 +7,18 @@ event loop share a frame; no message is delayed to fill a frame.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import errno
 import itertools
 import logging
 import os
+import platform
+import shutil
+import socket
+import stat
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +27,7 @@ import zmq
 
 from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport.codec import MAX_FRAME_BYTES, decode, encode
-from unstable_lite.transport.messages import REPLIES, Cancel, Crashed, Failed, Message, Progress, Ready, Reply, Request
+from unstable_lite.transport.messages import REPLIES, Cancel, Crashed, Failed, Message, Ready, Reply, Request
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +40,35 @@ FRAMES_AT_ONCE = 1000
 """Frames read before the event loop continues, so that a flood of messages does not block other tasks."""
 
 
+SOCKETS = f"ul-{zlib.crc32(platform.node().encode()):08x}-"
+"""Prefix of the socket directories of this machine: others may share its directory for temporary files."""
+
+
 def make_socket_directory() -> Path:
     """Create a private directory in the system's directory for temporary files.
 
     Its path is short, because an ipc path has at most 107 bytes. Its prefix differs from an arena's, because another
     run may remove it as a dead run's arena if temporary files are in shared memory.
     """
-    directory = Path(tempfile.mkdtemp(prefix="ul-"))
+    directory = Path(tempfile.mkdtemp(prefix=SOCKETS))
     if len(os.fsencode(directory / BUS)) > zmq.IPC_PATH_MAX_LEN:  # TMPDIR of a batch system
         directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="ul-", dir="/tmp"))
+        directory = Path(tempfile.mkdtemp(prefix=SOCKETS, dir="/tmp"))
     return directory
+
+
+def reap_stale_sockets() -> list[Path]:
+    """Remove this user's socket directories on whose socket no process of this machine listens; return them."""
+    reaped = []
+    for directory in {*Path(tempfile.gettempdir()).glob(f"{SOCKETS}*"), *Path("/tmp").glob(f"{SOCKETS}*")}:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:  # another process removes it, too
+            peer.setblocking(False)
+            status, bus = directory.lstat(), directory / BUS
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and bus.is_socket()
+            if is_own and peer.connect_ex(os.fspath(bus)) == errno.ECONNREFUSED:
+                shutil.rmtree(directory)
+                reaped.append(directory)
+    return reaped
 
 
 class Router:
@@ -169,8 +194,8 @@ class WorkerChannel:
         """Number of workers of this name that died before the present one."""
         self._router = router
         self._on_message = on_message
-        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any], Callable[[str], None] | None]] = {}
-        """Future, deadline, expected reply type, and receiver of the growing text, by request id."""
+        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any]]] = {}
+        """Future, deadline and expected type of each reply, by request id."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._begins_with_run = True
@@ -252,18 +277,11 @@ class WorkerChannel:
         """Send a message that has no reply."""
         self._router.send(self.identity, message)
 
-    def ask(
-        self,
-        message_type: Callable[..., Message],
-        timeout_s: float,
-        on_text: Callable[[str], None] | None = None,
-        **fields: Any,
-    ) -> asyncio.Future[Any]:
+    def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> asyncio.Future[Any]:
         """Send a request and return a future of its reply.
 
         The future raises RequestError if the worker replies `Failed` or not within `timeout_s`, and WorkerDied if the
-        worker dies. Raises WorkerDied at once if the worker is already dead. `on_text`: called with the text of each
-        `Progress` of the request.
+        worker dies. Raises WorkerDied at once if the worker is already dead.
         """
         if self._death is not None:
             raise self._death
@@ -271,7 +289,7 @@ class WorkerChannel:
         reply: asyncio.Future[Any] = self._loop.create_future()
         if not self._pending:
             self._busy_since = now
-        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type], on_text
+        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type]
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
         self._router.send(self.identity, message_type(request_id=request_id, **fields))
@@ -291,7 +309,7 @@ class WorkerChannel:
         if isinstance(message, Reply):
             if (waiting := self._pending.get(message.request_id)) is None:
                 return  # the reply came after its deadline
-            reply, _, expected, _ = waiting
+            reply, _, expected = waiting
             if type(message) not in (expected, Failed):
                 raise ProtocolError(f"the reply is {type(message).__name__}; expected {expected.__name__}")
             del self._pending[message.request_id]
@@ -299,7 +317,7 @@ class WorkerChannel:
                 return  # the request's game was cancelled
             if isinstance(message, Failed):
                 kind = NoRoomError if message.is_no_room else RequestError
-                reply.set_exception(kind(f"{self.name}: {message.error}"))
+                reply.set_exception(kind(f"{self.name}: {message.error}", reason=message.reason))
             else:
                 reply.set_result(message)
         elif isinstance(message, Ready):
@@ -308,9 +326,6 @@ class WorkerChannel:
                 self._enter(WorkerState.READY if self._begins_with_run else WorkerState.RESTORING)
         elif isinstance(message, Crashed):
             self.crash = message
-        elif isinstance(message, Progress):
-            if (waiting := self._pending.get(message.request_id)) is not None and waiting[3] is not None:
-                waiting[3](message.text)
         elif self._on_message is not None:
             self._on_message(message)
 

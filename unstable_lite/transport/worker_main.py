@@ -16,19 +16,20 @@ import sys
 import threading
 import traceback
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import zmq
 
 from unstable_lite.config import Config
-from unstable_lite.errors import MEMORY_ADVICE, UnstableError, is_out_of_memory
+from unstable_lite.errors import MEMORY_ADVICE, MISTAKES, UnstableError, described, is_out_of_memory, users_frame
 from unstable_lite.transport.codec import MAX_FRAME_BYTES, decode, encode
 from unstable_lite.transport.messages import Crashed, Message
 
-DUMP_STACKS = signal.SIGUSR1
+DUMP_STACKS = signal.SIGQUIT
 """Signal that makes a worker write its threads' stacks to its log, even in the middle of a computation."""
 ORPHANED = 70
 """Exit code of a worker whose orchestrator is gone."""
+_BETWEEN_RANKS = ("/torch/distributed/", "/unstable_lite/learner/distributed.py")
+"""Files in which a learner's rank fails because another one has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,8 @@ def run_worker(module: str) -> None:
     """
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
     faulthandler.register(DUMP_STACKS, all_threads=True)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # a batch system sends them to all processes of a job
+        signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_exit_when_orphaned, daemon=True).start()
     socket = WorkerSocket(spec.endpoint, spec.identity or spec.name)
     try:
@@ -117,17 +120,22 @@ def run_worker(module: str) -> None:
 
 def last_words(error: Exception) -> Crashed:
     """Return the last message of a worker that ends with `error`."""
-    reason = f"{type(error).__name__}: {error}{'' if isinstance(error, UnstableError) else _place(error)}"
+    is_ours = isinstance(error, UnstableError)
+    reason = f"{type(error).__name__}: {error}" if is_ours else described(error, is_ours_shown=True)
     if is_out_of_memory(error):
         reason += f"\n(out of memory: {MEMORY_ADVICE})"
-    return Crashed(error=reason, is_final=isinstance(error, UnstableError), is_away=isinstance(error, ConnectionError))
+    return Crashed(error=reason, is_final=is_ours, is_away=isinstance(error, ConnectionError), place=_place(error))
 
 
 def _place(error: Exception) -> str:
-    """Return the innermost line of code that is not an installed package's: a custom class's own, in most cases."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    """Return `Crashed.place`. Empty if the reason may be a disk, a network, memory, or another rank that died."""
+    frames, frame = traceback.extract_tb(error.__traceback__), users_frame(error)
+    is_outside = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    is_of_ranks = any(part in frame.filename for frame in frames for part in _BETWEEN_RANKS)
+    if frame is None and isinstance(error, MISTAKES) and "/unstable_lite/" in frames[-1].filename:
+        frame = frames[-1]
+    may_pass = is_outside or is_of_ranks or is_out_of_memory(error)
+    return f"{type(error).__qualname__} {frame.filename}:{frame.lineno}" if frame and not may_pass else ""
 
 
 def _exit_when_orphaned() -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.templates import Template, known_templates
-from unstable_lite.learner.algorithms.a2c import A2CLearner
+from unstable_lite.learner.algorithms.reinforce import A2CLearner
 from unstable_lite.learner.model import Policy
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.models import resolve_model

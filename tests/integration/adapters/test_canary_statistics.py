@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from fakes.noise.simulation import TOLERANCE, World, recorded
-from unstable_lite.adapters.canary import Check, Evidence, Noise
+from unstable_lite.adapters.canary import Check, Evidence, Floats, Noise
 
 EFFECTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Mean change of log p by an adapter, from an untrained one to one far from the base."""
@@ -22,10 +24,7 @@ def test_rounding_is_never_taken_for_wrong_weights(scale: float) -> None:
         noise, new, returned = measured.noise(), Evidence(), Evidence()
         for number in range(100):
             effect = EFFECTS[number % len(EFFECTS)]
-            for check in (
-                world.add(noise, new, effect),
-                world.come_back(noise, returned, effect),
-            ):
+            for check in (world.add(noise, new, effect), world.come_back(noise, returned, effect)):
                 alarms += check.evidence.is_wrong
                 doubts += check.evidence.is_open
                 tokens += check.num_tokens
@@ -34,53 +33,45 @@ def test_rounding_is_never_taken_for_wrong_weights(scale: float) -> None:
     assert tokens < 20_000 * 40  # a right engine costs little more than the first 32 tokens
 
 
+def checks_until_wrong(noise: Noise, draw: Callable[[], tuple[Floats, ...]], num_completions: int = 4) -> float:
+    """Return after how many checks an engine is found wrong, at most 1000. `draw`: log p by engine, learner, base."""
+    evidence = Evidence()
+    for number in range(1000):
+        evidence.begin()
+        for _ in range(num_completions):
+            evidence.add(noise, *draw())
+        if evidence.is_wrong:
+            return number + 1
+    return np.inf
+
+
 def test_policy_surer_than_the_base_is_not_taken_for_wrong_weights() -> None:
     """Rounding hardly changes log p of a nearly certain token."""
-    tokens = np.concatenate(recorded())
+    tokens, rng = np.concatenate(recorded()), np.random.default_rng(0)
     likely, other = tokens[tokens[:, 1] > -0.5], tokens[tokens[:, 1] < -2.0]
     assert np.abs(other[:, 0]).mean() > 4 * np.abs(likely[:, 0]).mean()
-    noise, evidence, rng = Noise(*likely.T, TOLERANCE), Evidence(), np.random.default_rng(0)
-    for _ in range(1000):
-        evidence.begin()
-        for _ in range(4):
-            differences, learner = rng.choice(other, 16).T
-            evidence.add(noise, learner + differences, learner, learner)
-        assert not evidence.is_wrong
+
+    def draw() -> tuple[Floats, ...]:
+        differences, learner = rng.choice(other, 16).T
+        return learner + differences, learner, learner
+
+    assert checks_until_wrong(Noise(*likely.T, TOLERANCE), draw) == np.inf
 
 
-def of_a_small_model() -> np.ndarray:
-    """Return the recorded (difference, log p) pairs with smaller differences, which have a mean of 0.0075."""
+@pytest.mark.parametrize(("share", "most"), [(1.0, np.inf), (0.9, 10), (1.1, 10)])
+def test_wrong_scale_but_not_rounding_is_found_far_from_the_base(share: float, most: float) -> None:
+    """An adapter moved the logits of 8 tokens by 12 nats; each logit is rounded to bfloat16."""
     differences, learner = np.concatenate(recorded()).T
-    return np.stack([differences * 0.0075 / np.abs(differences).mean(), learner], axis=1)
+    small = np.stack([differences * 0.0075 / np.abs(differences).mean(), learner], axis=1)  # as of a small model
+    rng, effect = np.random.default_rng(0), 12.0
 
+    def draw() -> tuple[Floats, ...]:
+        differences, learner = rng.choice(small, 8).T
+        rounding = rng.uniform(-effect / 128, effect / 128, 8)
+        return learner + differences + rounding + (share - 1) * effect, learner, learner - effect
 
-def far_from_the_base(rng: np.random.Generator, effect: float = 12.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return log p by engine, learner and base of 8 tokens whose logits the adapter moved, each rounded to bfloat16."""
-    differences, learner = rng.choice(of_a_small_model(), 8).T
-    rounding = rng.uniform(-effect / 128, effect / 128, 8)
-    return learner + differences + rounding, learner, learner - effect
-
-
-def test_rounding_of_large_logits_is_not_taken_for_wrong_weights() -> None:
-    noise, evidence, rng = Noise(*of_a_small_model().T, TOLERANCE), Evidence(), np.random.default_rng(0)
-    for _ in range(1000):
-        evidence.begin()
-        for _ in range(4):
-            evidence.add(noise, *far_from_the_base(rng))
-        assert not evidence.is_wrong
-
-
-@pytest.mark.parametrize("share", [0.9, 1.1])
-def test_wrong_scale_is_found_in_a_policy_far_from_its_base(share: float) -> None:
-    noise, evidence, rng = Noise(*of_a_small_model().T, TOLERANCE), Evidence(), np.random.default_rng(0)
-    num_checks = 0
-    while not evidence.is_wrong:
-        evidence.begin()
-        for _ in range(4):
-            engine, learner, base = far_from_the_base(rng)
-            evidence.add(noise, engine + (share - 1) * (learner - base), learner, base)
-        num_checks += 1
-    assert num_checks <= 10
+    num_checks = checks_until_wrong(Noise(*small.T, TOLERANCE), draw)
+    assert num_checks == most if most == np.inf else num_checks <= most
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.5])
@@ -149,12 +140,8 @@ def test_evidence_against_an_engine_is_kept_and_evidence_for_it_is_not() -> None
         evidence.add(noise, np.zeros(16), np.zeros(16), np.full(16, -0.1))
     evidence.begin()
     assert not evidence.logs.any()
-    num_checks = 0
-    while not evidence.is_wrong:
-        evidence.begin()
-        evidence.add(noise, np.full(4, 0.5), np.zeros(4), np.zeros(4))
-        num_checks += 1
-    assert 4 <= num_checks <= 8
+    wrong = np.full(4, 0.5), np.zeros(4), np.zeros(4)
+    assert 4 <= checks_until_wrong(noise, lambda: wrong, num_completions=1) <= 8
 
 
 def test_repeated_tokens_after_the_same_prefix_count_once() -> None:

@@ -34,26 +34,15 @@ def test_arena_is_private_and_removed_on_close(shared_memory: Path, tmp_path: Pa
     assert list(shared_memory.iterdir()) == []
 
 
-def test_run_directory_is_used_if_shared_memory_is_too_small(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1 << 60)
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_run_directory_is_used_if_shared_memory_is_absent_or_too_small(
+    shared_memory: Path, tmp_path: Path, is_absent: bool
+) -> None:
+    if is_absent:
+        shared_memory.rmdir()
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1 if is_absent else 1 << 60)
     assert arena.directory.parent == tmp_path
-    assert arena.remark is not None
-    assert str(tmp_path) in arena.remark
-    arena.close()
-
-
-def test_run_directory_is_used_if_there_is_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SHARED_MEMORY", tmp_path / "absent")
-    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1)
-    assert arena.directory.parent == tmp_path
-    assert arena.remark is not None
-    arena.close()
-
-
-def test_arena_of_a_live_run_is_not_reaped(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterStore("alive", fallback=tmp_path, bytes_needed=1)
-    assert reap_stale_arenas(shared_memory) == []
-    assert arena.directory.is_dir()
+    assert str(tmp_path) in (arena.remark or "")
     arena.close()
 
 
@@ -123,24 +112,18 @@ NOBODY = 65534
 
 
 @pytest.mark.parametrize("name", ["unstable_lite-x", ".unstable_lite-x"])
-def test_lock_that_is_a_link_is_not_followed(shared_memory: Path, tmp_path: Path, name: str) -> None:
-    arena, victim = shared_memory / name, tmp_path / "victim"
-    arena.mkdir()
-    (arena / "lock").symlink_to(victim)
-    os.utime(arena, (0, 0))
-    assert reap_stale_arenas(shared_memory) == []
-    assert not victim.exists()
-
-
-@pytest.mark.parametrize("name", ["unstable_lite-x", ".unstable_lite-x"])
-def test_link_in_place_of_an_arena_is_not_followed(shared_memory: Path, tmp_path: Path, name: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+def test_link_in_place_of_an_arena_or_its_lock_is_not_followed(shared_memory: Path, tmp_path: Path, name: str) -> None:
+    elsewhere, arena, victim = tmp_path / "elsewhere", shared_memory / f"{name}y", tmp_path / "victim"
+    for directory in (elsewhere, arena):
+        directory.mkdir()
     (elsewhere / "lock").touch()
-    os.utime(elsewhere, (0, 0))
+    (arena / "lock").symlink_to(victim)
+    for directory in (elsewhere, arena):
+        os.utime(directory, (0, 0))
     (shared_memory / name).symlink_to(elsewhere)
     assert reap_stale_arenas(shared_memory) == []
     assert (elsewhere / "lock").exists()
+    assert not victim.exists()
 
 
 def num_descriptors() -> int:
@@ -202,17 +185,12 @@ def test_entry_of_another_user_with_that_name_is_left_alone(
     assert list(sticky.iterdir()) == [theirs], "nothing is left behind"
 
 
-def test_nameless_arena_is_reaped_after_a_while(shared_memory: Path) -> None:
-    """A run creates its arena under another name first and may be killed at that point."""
-    nameless = shared_memory / ".unstable_lite-x"
+def test_arena_without_its_name_or_its_lock_is_reaped(shared_memory: Path) -> None:
+    """A run may be killed while it creates its arena, under another name, or removes it, the lock first."""
+    nameless, lost = shared_memory / ".unstable_lite-x", shared_memory / "unstable_lite-x"
     nameless.mkdir()
     (nameless / "lock").touch()
     assert reap_stale_arenas(shared_memory) == [], "it may be about to get its name"
     os.utime(nameless, (0, 0))
-    assert reap_stale_arenas(shared_memory) == [nameless]
-
-
-def test_arena_that_lost_its_lock_is_reaped(shared_memory: Path) -> None:
-    """The run was killed while it removed the arena, the lock first."""
-    (shared_memory / "unstable_lite-x" / "v1").mkdir(parents=True)
-    assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-x"]
+    (lost / "v1").mkdir(parents=True)
+    assert reap_stale_arenas(shared_memory) == [lost, nameless]

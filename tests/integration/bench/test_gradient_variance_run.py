@@ -6,9 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from fakes import runs
 
 
+@pytest.mark.nightly
 def test_run_reports_the_variance_of_every_second_update(tmp_path: Path) -> None:
     settings = ("run.learning_steps=3", "run.eval_games=0", "run.num_eval_workers=0")
     measuring = ("algorithm=bench.gradient_variance:MeasuredREINFORCE", "learner.options={every=2,baseline='group'}")

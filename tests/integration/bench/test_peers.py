@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from bench import models
 from bench.harness import bench_config, letters
 from bench.peers import padded_update, reference_update
 from bench.peers.blocking import play
-from bench.peers.ticking_engine import TickingEngine, in_a_process
+from bench.peers.ticking_engine import in_a_process
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError
 from unstable_lite.games.env_pool import make_in_process
@@ -31,7 +29,6 @@ from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, TrainItem
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
 def make_game(*models: ModelRef) -> GameSpec:
@@ -92,31 +89,8 @@ def test_blocking_game_gives_the_same_record_as_ours() -> None:
     assert steps == [(step.obs, step.act, step.format_feedback) for t in ours.trajectories for step in t.steps]
 
 
-def test_fixed_opponent_plays_without_the_engine() -> None:
-    asked: list[str] = []
-
-    def submit(prompt: str, version: int, stop: tuple[str, ...]) -> str:
-        asked.append(prompt)
-        return "\\boxed{[4]}"
-
-    record = play(make_game(BASE, RANDOM), submit)
-    assert len(asked) == sum(turn.pid == 0 for turn in record.turns) < len(record.turns)
-    assert asked == [TEMPLATES["tiny"].prompt(turn.observation, 2) for turn in record.turns if turn.pid == 0]
-
-
 def scripted() -> Config:
     return bench_config(engine={"kind": "scripted", "replies": ("\\boxed{[4]}",)})
-
-
-def test_paused_ticking_engine_answers_nothing() -> None:
-    engine = TickingEngine(scripted().model_dump_json(), threads=1, tick_s=0.001)
-    with ThreadPoolExecutor(1) as caller:
-        answer = caller.submit(engine.submit_prompt, "a prompt", 0, ())
-        threading.Event().wait(0.05)
-        assert not answer.done()
-        engine.go_on()
-        assert answer.result(10) == "\\boxed{[4]}"
-    assert engine.generated_tokens() == len("\\boxed{[4]}") + 1
 
 
 def test_ticking_engine_in_a_process_loads_and_drops_adapters(tmp_path: Path) -> None:

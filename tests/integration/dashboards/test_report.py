@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -19,30 +19,29 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from typer.testing import CliRunner
 
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
+from fakes.game_records import make_generation, make_record, make_spec
+from fakes.odd_tokenizers import make_odd_tokenizer
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
-from unstable_lite.dashboards.report.games import Sample, read_games
+from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
 from unstable_lite.dashboards.report.page import Change, _changes
-from unstable_lite.dashboards.report.prompts import templates_by_env
-from unstable_lite.dashboards.report.runs import RunData
-from unstable_lite.dashboards.report.tokens import pieces
+from unstable_lite.dashboards.run_directory import RunData
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
-from unstable_lite.models.detokenizer import CUT
-from unstable_lite.rollout.step_counts import CountsByLength, StepCounts
+from unstable_lite.models.local_tokenizer import CUT
+from unstable_lite.rollout.buffer import CountsByLength, StepCounts
 from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import T_95, t_95, wilson_interval
-from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.records import JsonlSink, step_to_json
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tracker import Tracker
-from unstable_lite.tracking.train_data import step_to_json
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
+from unstable_lite.types import GameRecord, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
 ARTEFACTS = Path(__file__).parents[3] / "artefacts" / "report"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
@@ -68,15 +67,7 @@ HOSTILE = (
 def sampled(text: str, version: int = 2) -> Generation:
     """Return `text` as the tiny model would have written it, with its end token."""
     ids = [*TOKENIZER.encode(text).ids, TOKENIZER.token_to_id("<|im_end|>")]
-    logprobs = np.linspace(-0.1, -3.0, len(ids)).astype(np.float32)
-    return Generation(
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.array(ids, np.int32),
-        logprobs=logprobs,
-        text=text,
-        finish_reason="stop",
-        adapter_version=version,
-    )
+    return make_generation(ids, np.linspace(-0.1, -3.0, len(ids)), text=text, adapter_version=version)
 
 
 def game(
@@ -88,21 +79,9 @@ def game(
     **changes: Any,
 ) -> GameRecord:
     """Return a game of three turns, the policy's first and last. With `opponent` None the policy has both seats."""
-    kind = changes.pop("kind", "train")
-    models = (policy, opponent or policy)
-    agents = tuple(
-        AgentSpec(
-            pid=pid,
-            model=model,
-            collect_data=kind == "train" and model is policy,
-            prompt_template="tiny",
-            action_extraction_fn="default",
-        )
-        for pid, model in enumerate(models)
-    )
-    spec = GameSpec(
-        game_idx=number, kind=kind, env_id=env_id, num_players=2, seed=2 * number, agent_specs=agents, max_turns=9
-    )
+    kind, models = changes.pop("kind", "train"), (policy, opponent or policy)
+    trained = [pid for pid, model in enumerate(models) if kind == "train" and model is policy]
+    spec = make_spec(*models, kind=kind, trained=trained, game_idx=number, env_id=env_id, seed=2 * number)
     is_tokens = len(text) < 1000 and "\ud800" not in text  # no tokens encode a lone surrogate
     generation = sampled(text) if is_tokens else None
     turns = [
@@ -117,15 +96,7 @@ def game(
         )
         for turn, pid in enumerate((0, 1, 0))
     ]
-    record = GameRecord(
-        spec=spec,
-        turns=turns,
-        trajectories=[],
-        rewards={0: 1.0, 1: -1.0},
-        outcomes={0: "win", 1: "loss"},
-        end="natural",
-    )
-    return dataclasses.replace(record, **changes)
+    return dataclasses.replace(make_record(spec, 1.0, -1.0, turns=turns), **changes)
 
 
 LOST = {"rewards": {0: -1.0, 1: 1.0}, "outcomes": {0: "loss", 1: "win"}}
@@ -236,8 +207,7 @@ def browser(chromium: str) -> Iterator[Browser]:
 OpenReport = Callable[..., Page]
 
 
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenReport]:
+def opened_by(browser: Browser) -> Iterator[OpenReport]:
     """Yield a function that opens a report. Any network request, page error or dialog fails the test."""
     contexts, problems = [], []
 
@@ -262,11 +232,28 @@ def open_page(browser: Browser) -> Iterator[OpenReport]:
     assert not problems
 
 
+open_page = pytest.fixture(opened_by, name="open_page")
+
+
 @pytest.fixture(scope="module")
 def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
     run = write_run(directory / "12-00-00-mine", alarms=("engine and learner disagree by 0.3",))
     return write_report([run], directory / "report.html").path
+
+
+@pytest.fixture(scope="module")
+def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
+    """Yield the open page of `one_run`: to open one takes longer than all that a test does with it."""
+    with contextlib.contextmanager(opened_by)(browser) as open_report:
+        yield open_report(one_run)
+
+
+@pytest.fixture
+def page(shared_page: Page) -> Page:
+    """Return the shared page without filters."""
+    shared_page.get_by_role("button", name="Clear").click()
+    return shared_page
 
 
 MET = ("base", "ckpt-2", "scripted:random")
@@ -288,23 +275,9 @@ def choose(page: Page, number: int) -> None:
 
 
 @pytest.mark.browser
-def test_report_opens_offline_and_draws_its_curves(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
-    entropy = page.locator("figure", has_text="learner/entropy")
-    entropy.scroll_into_view_if_needed()
-    expect(entropy.locator("svg.main-svg").first).to_be_visible()
-    won = page.locator("figure", has_text="Points against scripted:random").first
-    expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
-    won.get_by_text("Values").click()
-    expect(won.locator("tbody tr")).to_have_count(2)
-    ARTEFACTS.mkdir(parents=True, exist_ok=True)
-    won.scroll_into_view_if_needed()
-    page.screenshot(path=ARTEFACTS / "curves.png")
-
-
-@pytest.mark.browser
-def test_every_chart_is_drawn_without_scrolling(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_every_chart_is_drawn_without_scrolling(shared_page: Page) -> None:
+    """The first test, because its page has to be fresh."""
+    page = shared_page
     page.wait_for_selector("html[data-drawn]")
     assert page.evaluate("scrollY") == 0
     assert page.locator("#charts .chart-group[open] .plot").count() > 2
@@ -316,6 +289,20 @@ def test_every_chart_is_drawn_without_scrolling(one_run: Path, open_page: OpenRe
     page.locator("#theme").click()
     page.wait_for_selector("html[data-drawn]")
     assert page.evaluate(EMPTY_CHARTS) == 0
+
+
+@pytest.mark.browser
+def test_report_opens_offline_and_draws_its_curves(page: Page) -> None:
+    entropy = page.locator("figure", has_text="learner/entropy")
+    entropy.scroll_into_view_if_needed()
+    expect(entropy.locator("svg.main-svg").first).to_be_visible()
+    won = page.locator("figure", has_text="Points against scripted:random").first
+    expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
+    won.get_by_text("Values").click()
+    expect(won.locator("tbody tr")).to_have_count(2)
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "curves.png")
 
 
 @pytest.mark.browser
@@ -345,8 +332,7 @@ def test_printed_page_shows_charts_that_were_not_drawn_yet(one_run: Path, open_p
 
 
 @pytest.mark.browser
-def test_summary_shows_what_training_did_and_the_alarms(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
     tile = page.locator(".tile")
     expect(tile).to_contain_text("Points against scripted:random")
     expect(tile.locator(".before")).to_have_text("50.0 %")
@@ -394,22 +380,11 @@ def test_summary_shows_what_training_did_and_the_alarms(one_run: Path, open_page
     ],
     ids=str,
 )
-def test_filters_leave_the_games_that_they_name(one_run: Path, shared_page: Page, chosen, expected) -> None:
-    shared_page.get_by_role("button", name="Clear").click()
+def test_filters_leave_the_games_that_they_name(page: Page, chosen, expected) -> None:
     for name, value in chosen.items():
-        shared_page.locator(f"#filters [name={name}]").select_option(value)
-    expect(shared_page.locator("#count")).to_have_text(f"{len(expected)} of 10 games")
-    assert numbers(shared_page) == expected
-
-
-@pytest.fixture(scope="module")
-def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
-    context = browser.new_context(offline=True)
-    page = context.new_page()
-    page.goto(one_run.as_uri())
-    page.wait_for_selector("html[data-ready]")
-    yield page
-    context.close()
+        page.locator(f"#filters [name={name}]").select_option(value)
+    expect(page.locator("#count")).to_have_text(f"{len(expected)} of 10 games")
+    assert numbers(page) == expected
 
 
 @pytest.mark.browser
@@ -438,8 +413,7 @@ def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) ->
 
 
 @pytest.mark.browser
-def test_games_can_be_stepped_through_by_clicks_and_keys(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_games_can_be_stepped_through_by_clicks_and_keys(page: Page) -> None:
     choose(page, 9)
     status, game_pane = page.locator(".turnbar [role=status]"), page.locator("#game")
     expect(status).to_contain_text("Turn 1 of 3")
@@ -468,8 +442,7 @@ def test_games_can_be_stepped_through_by_clicks_and_keys(one_run: Path, open_pag
 
 
 @pytest.mark.browser
-def test_prompt_of_an_untrained_turn_is_made_from_its_template(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_prompt_of_an_untrained_turn_is_made_from_its_template(page: Page) -> None:
     choose(page, 2)
     page.get_by_text("The whole prompt, as its template makes it").click()
     prompt = TEMPLATES["default"].prompt(GAMES[2].turns[0].observation, num_players=2)
@@ -496,8 +469,7 @@ def test_prompt_that_cannot_be_reconstructed_is_omitted() -> None:
 
 
 @pytest.mark.browser
-def test_every_stage_of_a_reward_is_shown(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_every_stage_of_a_reward_is_shown(one_run: Path, page: Page) -> None:
     page.goto(f"{one_run.as_uri()}#game=0.9.3")
     page.wait_for_selector(".rewards li >> nth=3")
     assert page.locator(".rewards b").all_inner_texts() == ["+1", "+0.625", "+0.375", "+0.875"]
@@ -507,9 +479,9 @@ def test_every_stage_of_a_reward_is_shown(one_run: Path, open_page: OpenReport) 
 
 
 @pytest.mark.browser
-def test_coloured_tokens_are_the_sampled_ones(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
-    page.goto(f"{one_run.as_uri()}#game=0.9.3")
+def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
+    choose(page, 9)
+    page.locator(".turns button").last.click()
     page.locator("[data-act=mode]").select_option("logprob")
     tokens = page.locator(".sampled .tok")
     generation = GAMES[9].turns[2].generation
@@ -557,6 +529,24 @@ def test_pieces_of_a_completion_keep_split_characters_together() -> None:
     assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
     assert pieces(ids, "another text", TOKENIZER) is None
     assert pieces(ids, "a", None) is None
+
+
+def test_pieces_of_special_tags_of_a_thought_are_those_of_the_text(tmp_path: Path) -> None:
+    path = make_odd_tokenizer(tmp_path, special=["<think>", "</think>", "<|im_end|>"])
+    tokenizer = tokenizers.Tokenizer.from_file(f"{path}/tokenizer.json")
+    ids = tokenizer.encode("<think>a</think>b<|im_end|>").ids
+    made = [("<think>", 1), ("a", 1), ("</think>", 1), ("b", 1), ("<|im_end|>", 1)]
+    assert pieces(ids, "<think>a</think>b", tokenizer) == made
+    assert pieces(ids, "<think>c</think>b", tokenizer) is None
+
+
+def test_thought_is_shown_apart_by_the_tags_of_the_run(tmp_path: Path) -> None:
+    texts = ["[A]x[/A]y", "[THINK]🎲[/THINK]y", "<think>x</think>y</think>z", "no thought"]
+    run = write_run(tmp_path / "run", [game(number, CKPT, text=text) for number, text in enumerate(texts)])
+    config = {"templates": {"mine": {"user": "{observation}", "think": ["[A]", "[/A]"]}}}
+    games = {one["game_idx"]: one for one in read_games(run, None, 9, config).kept}
+    found = [next(turn.get("close") for turn in games[i]["turns"] if turn["text"] == texts[i]) for i in range(4)]
+    assert found == ["[/A]", "[/THINK]", "</think>", None]
 
 
 def test_pieces_keep_bytes_that_form_no_character() -> None:
@@ -626,8 +616,7 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
 
 
 @pytest.mark.browser
-def test_every_control_has_a_name_and_every_chart_a_description(one_run: Path, open_page: OpenReport) -> None:
-    page = open_page(one_run)
+def test_every_control_has_a_name_and_every_chart_a_description(page: Page) -> None:
     choose(page, 9)
     page.locator("figure .plot").first.scroll_into_view_if_needed()
     nameless = page.evaluate(
@@ -752,7 +741,7 @@ def test_late_evaluation_is_placed_at_its_own_update(tmp_path: Path) -> None:
     assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
     assert data.curves["evaluation/of 1"] == [None, 0.5, None]
     (change,) = _changes([data])
-    assert (change.first, change.last, change.updates) == (0.5, 0.9, (0, 20))
+    assert (change.first.value, change.last.value, change.updates) == (0.5, 0.9, (0, 20))
 
 
 def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is_share: bool = True) -> RunData:
@@ -778,9 +767,13 @@ def test_seeds_are_compared_at_the_last_update_they_all_reached(tmp_path: Path) 
     whole = evaluated(tmp_path / "whole", (0, 0.4), (20, 0.5), (200, 0.9))
     killed = evaluated(tmp_path / "killed", (0, 0.4), (20, 0.6))
     (change,) = _changes([whole, killed])
-    assert (change.updates, change.first, change.last, change.games) == ((0, 20), 0.4, 0.55, (800, 800))
+    assert (change.updates, change.first[::3], change.last[::3]) == ((0, 20), (0.4, 800), (0.55, 800))
     (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
-    assert (change.updates, change.last, change.seeds) == ((0, 200), 0.9, 1)  # the other seed has no final result yet
+    assert (change.updates, change.last.value, change.seeds) == (
+        (0, 200),
+        0.9,
+        1,
+    )  # the other has no final result
     assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
 
 
@@ -815,8 +808,8 @@ def test_identical_rewards_are_proof_only_in_large_numbers(tmp_path: Path) -> No
     for n, verdict in ((3, "undecided"), (400, "better")):
         (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
         rare = wilson_interval(0, n)[1]
-        assert change.first_interval == pytest.approx((-rare, rare))
-        assert change.last_interval == pytest.approx((1 - 2 * rare, 1))
+        assert change.first[1:3] == pytest.approx((-rare, rare))
+        assert change.last[1:3] == pytest.approx((1 - 2 * rare, 1))
         assert change.verdict == verdict
 
 
@@ -842,14 +835,9 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> None:
 
 def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
     """Return a game with these models at its seats, in order."""
-    agents = tuple(
-        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
-        for pid, model in enumerate(models)
-    )
-    whole = game(0, kind="eval")
-    spec = msgspec.structs.replace(whole.spec, num_players=len(models), agent_specs=agents)
-    by_pid = dict(enumerate(rewards))
-    return dataclasses.replace(whole, spec=spec, rewards=by_pid, outcomes=outcomes_from_rewards(by_pid, has_teams))
+    outcomes = outcomes_from_rewards(dict(enumerate(rewards)), has_teams)
+    spec = make_spec(*models, kind="eval", env_id=NIM)
+    return make_record(spec, *rewards, turns=game(0).turns, outcomes=outcomes)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""The `runs` command: list, compare and prune runs. faults/test_resume.py resumes a pruned run."""
+"""The `runs` command, and run directories in odd states."""
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
@@ -22,14 +21,11 @@ from unstable_lite import files
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config.reading import read_config
-from unstable_lite.dashboards import runs as dashboards_runs
-from unstable_lite.dashboards.runs import find_prunable, list_runs, prune
+from unstable_lite.dashboards.run_directory import list_runs
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.intervals import points_interval
-from unstable_lite.tracking.run_directory import create_run_directory, find_damage
-
-DAY_S = 86_400
+from unstable_lite.tracking.run_directory import create_run_directory
 
 
 async def write_run(outputs: Path, name: str, checkpoints: tuple[int, ...], **changes: str) -> Path:
@@ -67,21 +63,11 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> None:
 
 
 def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -> dict[str, Any]:
-    return {
-        "label": label,
-        "model": model,
-        "step": int(model.removeprefix("ckpt-")),
-        "env_id": "Nim-v0-train",
-        "opponent": "scripted:random",
-        "n": n,
-        "wins": round(win_rate * n),
-        "draws": 0,
-        "losses": n - round(win_rate * n),
-        "points": win_rate,
-        "points_interval": points_interval(round(win_rate * n), 0, n - round(win_rate * n)),
-        "mean_reward": 0.0,
-        "reward_interval": [-0.1, 0.1],
-    }
+    wins, cell = round(win_rate * n), {"env_id": "Nim-v0-train", "opponent": "scripted:random"}
+    who = {"label": label, "model": model, "step": int(model.removeprefix("ckpt-")), **cell}
+    points = {"points": win_rate, "points_interval": points_interval(wins, 0, n - wins)}
+    reward = {"mean_reward": 0.0, "reward_interval": [-0.1, 0.1]}
+    return {**who, "n": n, "wins": wins, "draws": 0, "losses": n - wins, **points, **reward}
 
 
 @pytest.fixture
@@ -112,16 +98,6 @@ def command(*words: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def checkpoints_of(run: Path) -> set[str]:
-    return {path.name for path in (run / "checkpoints").iterdir()}
-
-
-async def test_mean_reward_without_an_interval_is_compared_without_one(two: tuple[Path, Path]) -> None:
-    identical = {"points": None, "mean_reward": 1.0, "reward_interval": [None, None]}
-    write_lines(two[0] / "eval.jsonl", evaluated("ckpt-4", 0.0) | identical)
-    assert "reward 1.000, n=40, ckpt-4" in command("compare", *two)[1]
-
-
 async def test_runs_are_listed_newest_first_with_their_progress(two: tuple[Path, Path], tmp_path: Path) -> None:
     new, old = list_runs(tmp_path)
     assert (old.directory, new.directory) == two
@@ -145,152 +121,23 @@ async def test_running_paused_killed_and_unreadable_runs_are_distinguished(held:
     assert [entry.state for entry in list_runs(tmp_path)] == ["unreadable", "paused"]
 
 
-async def test_runs_are_compared_by_config_differences_and_results(two: tuple[Path, Path]) -> None:
-    code, out = command("compare", *two)
-    assert code == 0
-    assert f"A  {two[0]}" in out and f"B  {two[1]}" in out
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "│" in line]
-    assert ["run.seed", "not set", "5"] in rows
-    assert not any("learning_rate" in row[0] or "output_dir" in row[0] for row in rows)
-    assert ["updates", "8 of 3", "1 of 3"] in rows
-    assert ["entropy", "0.125, n=7 tokens", "1.000, n=7 tokens"] in rows
-    results = " ".join(row[1] for row in rows)
-    assert "50.0% of the points (35.2% – 64.8%)" in results and "n=40, ckpt-8" in results and "n=3, ckpt-9" in results
-
-
-async def test_non_run_is_named_and_one_run_is_not_a_comparison(two: tuple[Path, Path], tmp_path: Path) -> None:
-    for words, problem in (
-        (("compare", two[0], two[0]), "two"),
-        (("compare", two[0], tmp_path), "run directory"),
-        (("--outputs", tmp_path / "none"), "no run"),
-        (("prune", tmp_path / "none"), "run directory"),
-    ):
-        code, out = command(*words)
-        assert code == 1 and problem in out and "Traceback" not in out
-
-
-async def test_prune_lists_its_targets_and_removes_nothing_without_yes(two: tuple[Path, Path], tmp_path: Path) -> None:
-    before = checkpoints_of(two[0])
-    code, out = command("prune", "--outputs", tmp_path)
-    assert code == 0
-    assert "checkpoints/ckpt-6, checkpoints/ckpt-2" in out and "ckpt-8, ckpt-4" in out
-    assert "--yes" in out
-    assert checkpoints_of(two[0]) == before
-    code, out = command("prune", "--outputs", tmp_path, "--yes")
-    assert code == 0 and " freed" in out
-    assert checkpoints_of(two[0]) == {"ckpt-8", "ckpt-4", "latest"}
-    assert (two[0] / "checkpoints" / "latest").resolve().name == "ckpt-8"
-    assert checkpoints_of(two[1]) == {"ckpt-1", "latest"}
-    assert "nothing to prune" in command("prune", "--outputs", tmp_path, "--yes")[1]
-
-
-async def test_prune_keeps_what_a_resume_needs_if_the_newest_is_damaged(two: tuple[Path, Path]) -> None:
-    (old, _), damaged = two, "checkpoints/ckpt-8/league.json"
-    (old / damaged).write_text("{}")
-    assert find_damage(old / "checkpoints" / "ckpt-8") is not None
-    code, _ = command("prune", old, "--yes", "--keep", "1")
-    assert code == 0
-    assert checkpoints_of(old) >= {"ckpt-6", "ckpt-4"} and "ckpt-2" not in checkpoints_of(old)
-    for number in (4, 6):
-        (old / "checkpoints" / f"ckpt-{number}" / "league.json").write_text("{}")
-    before = checkpoints_of(old)
-    command("prune", old, "--yes")  # none is intact: a user may want to inspect them
-    assert checkpoints_of(old) == before
-
-
-async def test_prune_keeps_checkpoints_that_another_run_starts_from(two: tuple[Path, Path], tmp_path: Path) -> None:
-    old, new = two
-    start = old / "checkpoints" / "ckpt-2"
-    with (new / "config.toml").open("a") as file:
-        file.write(f'[lora]\ninitial_lora_path = "{start}"\n')
-    command("prune", old, "--outputs", tmp_path, "--yes")
-    assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
-
-
-async def test_prune_keeps_checkpoints_that_a_bare_config_starts_from(two: tuple[Path, Path], tmp_path: Path) -> None:
-    old, _ = two
-    by_hand = tmp_path / "mine" / "next" / "config.toml"
-    by_hand.parent.mkdir(parents=True)
-    by_hand.write_text(f'[lora]\ninitial_lora_path = "{old / "checkpoints" / "ckpt-2"}"\n')
-    command("prune", old, "--outputs", tmp_path, "--yes")
-    assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
-
-
-async def test_unreadable_run_is_named_and_the_others_are_pruned(two: tuple[Path, Path], tmp_path: Path) -> None:
-    with (two[1] / "metrics.jsonl").open("ab") as file:
-        file.write(b"\xff\xfe\n")
-    code, out = command("prune", "--outputs", tmp_path, "--yes")
-    assert code == 0 and "JSON" in out
-    assert checkpoints_of(two[0]) == {"ckpt-8", "ckpt-4", "latest"}
-
-
-async def test_nothing_of_a_running_run_is_pruned(held: Path, tmp_path: Path) -> None:
-    before = checkpoints_of(held)
-    code, out = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--train-data")
-    assert code == 0
-    assert f"{held}: " in out
-    assert checkpoints_of(held) == before
-
-
-async def test_run_that_resumes_after_the_listing_is_left_alone(two: tuple[Path, Path], tmp_path: Path) -> None:
-    found = {prunable.directory: prunable for prunable in find_prunable(tmp_path)}
-    lock = try_lock(two[0])
-    assert lock is not None
-    assert "running" in (prune(found[two[0]]) or "")
-    os.close(lock)
-    assert "ckpt-2" in checkpoints_of(two[0])
-
-
-async def test_options_limit_what_is_pruned(two: tuple[Path, Path], tmp_path: Path) -> None:
-    old, new = two
-    assert not any(prunable.paths for prunable in find_prunable(tmp_path, older_than_days=1))
-    (old / "train_data").mkdir()
-    (old / "train_data" / "step-000001.jsonl.gz").write_bytes(bytes(1000))
-    by_run = {prunable.directory: prunable for prunable in find_prunable(tmp_path, keep=3, with_train_data=True)}
-    assert [path.name for path in by_run[old].paths] == ["ckpt-2", "train_data"]
-    assert by_run[new].paths == ()
-    empty = await write_run(tmp_path, "12-00-00-empty", ())
-    assert command("prune", empty, "--empty")[1] == "nothing to prune\n"  # it may be about to start
-    for path in empty.rglob("*"):
-        os.utime(path, (time.time() - 2 * DAY_S,) * 2)
-    assert "all of it" in command("prune", empty, "--empty")[1]
-    code, _ = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--older-than", "1")
-    assert (code, empty.exists(), old.exists(), new.exists()) == (0, False, True, True)
-    assert "ckpt-2" in checkpoints_of(old)
+def test_directory_without_runs_is_named(tmp_path: Path) -> None:
+    code, out = command("--outputs", tmp_path / "none")
+    assert code == 1 and "no run" in out and "Traceback" not in out
 
 
 async def test_unreadable_run_hides_no_other(two: tuple[Path, Path], tmp_path: Path) -> None:
     (two[0] / "metrics.jsonl").unlink()
     (two[0] / "metrics.jsonl").mkdir()  # refused as another user's file would be
     assert sorted(entry.state for entry in list_runs(tmp_path)) == ["ended", "unreadable"]
-    refused = [prunable.refused for prunable in find_prunable(tmp_path)]
-    assert [str(two[0] / "metrics.jsonl") in reason for reason in refused if reason] == [True]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]"])
 async def test_run_with_a_damaged_config_is_named(two: tuple[Path, Path], content: bytes) -> None:
     (two[1] / "config.toml").write_bytes(content)
-    for command in (["runs", "compare", *two], ["report", two[1]]):
-        ended = CliRunner().invoke(app, [*map(str, command)])
-        assert ended.exit_code == 1
-        assert str(two[1] / "config.toml") in ended.output
-
-
-async def test_other_users_runs_are_kept_and_the_rest_is_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = [await write_run(tmp_path, name, (1, 2)) for name in ("09-00-00-theirs", "10-00-00-ours")]
-
-    def try_to_lock(directory: Path) -> int | None:
-        if directory == theirs:
-            raise PermissionError(errno.EACCES, "Permission denied", str(directory / "lock"))
-        return try_lock(directory)
-
-    monkeypatch.setattr(dashboards_runs, "try_lock", try_to_lock)  # root may lock everything
-    code, out = command("prune", "--outputs", tmp_path, "--yes")
-    assert code == 0
-    assert str(theirs / "lock") in out.replace("\n", "")
-    assert [len([*(run / "checkpoints").glob("ckpt-*")]) for run in (theirs, ours)] == [2, 1]
+    ended = CliRunner().invoke(app, ["report", str(two[1])])
+    assert ended.exit_code == 1
+    assert str(two[1] / "config.toml") in ended.output
 
 
 def test_runs_that_start_simultaneously_get_different_directories(
@@ -337,11 +184,11 @@ async def test_text_in_a_run_directory_does_not_control_the_terminal(two: tuple[
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("builtin:tiny", r"x\u001b]0;OWNED\u001b[2J"))
     write_lines(run / "alarms.jsonl", {"step": 1, "text": "\x1b]52;c;OWNED\x9b2J"})
-    commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run], ["runs", "compare", *two]]
+    commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run]]
     commands.append(["check", run / "\x1b[2J"])
     shown = [CliRunner().invoke(app, [*map(str, words)]).output for words in commands]
     assert r"x\x1b]0;OWNED\x1b[2J" in shown[0] and r"\x1b]52;c;OWNED\x9b2J" in shown[1]
-    assert r"\x1b[2J" in shown[3]
+    assert r"\x1b[2J" in shown[2]
     assert not set("".join(shown)) & set("\x1b\x9b")
 
 
@@ -366,10 +213,8 @@ async def test_one_bad_line_hides_no_other_run(two: tuple[Path, Path], tmp_path:
         (two[1], "unreadable"),
         (two[0], "ended"),
     ]
-    for words in (["--outputs", tmp_path], ["prune", "--outputs", tmp_path, "--yes"]):
-        code, out = command(*words)
-        assert code == 0 and str(two[0]) in out
-    assert "ckpt-2" not in checkpoints_of(two[0]), "the other run was pruned"
+    code, out = command("--outputs", tmp_path)
+    assert code == 0 and str(two[0]) in out
 
 
 @pytest.mark.parametrize("damage", [*BAD, "live as list", "league"])
@@ -379,7 +224,7 @@ async def test_one_bad_line_is_named_by_commands_on_its_run(
     more = {"live as list": ("live.json", "[]"), "league": ("league.jsonl", '{"step": 1, "models": 5, "matches": 3}\n')}
     name, content = {**BAD, **more}[damage]
     (two[1] / name).write_text(content)
-    for words in (["top", two[1]], ["runs", "compare", *two], ["report", two[1], "--output", tmp_path / "report.html"]):
+    for words in (["top", two[1]], ["report", two[1], "--output", tmp_path / "report.html"]):
         ended = CliRunner().invoke(app, [*map(str, words)])
         if ended.exit_code:
             assert isinstance(ended.exception, SystemExit), f"{words[0]} ended with {ended.exception!r}"

@@ -23,14 +23,14 @@ import pyte
 import pytest
 from rich.console import Console
 
-from unstable_lite.dashboards.run_view import Pace, RunView
-from unstable_lite.dashboards.standings import Result
+from unstable_lite.dashboards.league import Result
+from unstable_lite.dashboards.run_directory import Pace, RunDirectory
 from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.tracking.intervals import points_interval
-from unstable_lite.tracking.league_log import LeagueLog
+from unstable_lite.tracking.records import LeagueLog
 from unstable_lite.tracking.run_directory import newest_run
 
 UPDATES = 12
@@ -50,92 +50,60 @@ def directory(tmp_path: Path) -> Path:
     """Return the directory of a run of twelve updates whose n-th checkpoint met the base n times."""
     (tmp_path / "config.toml").write_text(CONFIG)
     registry, league = ModelRegistry(), LeagueLog(tmp_path / "league.jsonl")
-    with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "eval.jsonl").open("w") as evaluations:
+    with (tmp_path / "metrics.jsonl").open("w") as metrics:
         for step in range(1, UPDATES + 1):
             registry.add_policy(f"ckpt-{step}", step, step)
             for _ in range(step):
                 registry.update_ratings({0: f"ckpt-{step}", 1: "base"}, {0: 1.0, 1: -1.0}, "Nim-v0-train")
             league.log(step, registry)
-            line: dict[str, Any] = {
-                "step": step,
-                "time": 1000.0 + 2 * step,
-                "run/games": 10 * step,
-                "run/seconds": 2.0 * step,
-                "run/tokens_per_s": 1234.0,
-                "learner/loss": -step / 100,
-                **({"learner/mismatch_mean": 0.25} if step == 1 else {}),
-                "learner/mismatch_tokens": 9 if step == 1 else 0,
-                "collection-Nim-v0-train/reward": step / UPDATES,
-            }
-            metrics.write(json.dumps(line) + "\n")
-        for step, wins in ((0, 40), (12, 75)):
-            evaluation: dict[str, Any] = {
-                "label": "before",
-                "model": f"ckpt-{step}",
-                "step": step,
-                "env_id": "Nim-v0-train",
-                "opponent": "scripted:random",
-                "n": 100,
-                "wins": wins,
-                "draws": 0,
-                "losses": 100 - wins,
-                "points": wins / 100,
-                "points_interval": points_interval(wins, 0, 100 - wins),
-            }
-            evaluations.write(json.dumps(evaluation) + "\n")
+            made = {"run/games": 10 * step, "run/seconds": 2.0 * step, "run/tokens_per_s": 1234.0}
+            mismatch = {"learner/mismatch_mean": 0.25} if step == 1 else {}
+            learnt = {"learner/loss": -step / 100, "learner/mismatch_tokens": 9 * len(mismatch), **mismatch}
+            played = {"collection-Nim-v0-train/reward": step / UPDATES}
+            metrics.write(json.dumps({"step": step, "time": 1000.0 + 2 * step, **made, **learnt, **played}) + "\n")
     league.close()
+    with (tmp_path / "eval.jsonl").open("w") as evaluations:
+        for step, wins in ((0, 40), (12, 75)):
+            cell = {"label": "before", "model": f"ckpt-{step}", "env_id": "Nim-v0-train", "opponent": "scripted:random"}
+            counts = {"step": step, "n": 100, "wins": wins, "draws": 0, "losses": 100 - wins}
+            points = {"points": wins / 100, "points_interval": points_interval(wins, 0, 100 - wins)}
+            evaluations.write(json.dumps(cell | counts | points) + "\n")
     alarm = {"step": 3, "time": 0.0, "text": "a [bold]hostile[/bold] alarm"}
     (tmp_path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
-    (tmp_path / "live.json").write_text(
-        json.dumps(
-            {
-                "pid": os.getpid(),
-                "has_ended": False,
-                "learning_steps": 20,
-                "time": time.time(),
-                "games": 121,
-                "void_games": 2,
-                "train_games_in_flight": 30,
-                "eval_games_in_flight": 4,
-                "buffer": 17,
-                "buffer_size": 96,
-                "batch_size": 48,
-                "workers": [
-                    {
-                        "name": "engine-0",
-                        "pid": os.getpid(),
-                        "device": "cpu",
-                        "state": "ready",
-                        "waited_for": 3,
-                        "stats": {"tokens_per_s": 99.0, "running": 3, "queued": 1},
-                    },
-                    {"name": "learner", "pid": 2**22, "device": 0, "state": "dead", "waited_for": 0, "stats": None},
-                ],
-            }
-        )
-    )
+    engine = {"name": "engine-0", "pid": os.getpid(), "device": "cpu", "state": "ready", "waited_for": 3}
+    stats = {"stats": {"tokens_per_s": 99.0, "running": 3, "queued": 1}}
+    learner = {"name": "learner", "pid": 2**22, "device": 0, "state": "dead", "waited_for": 0, "stats": None}
+    live = {"pid": os.getpid(), "has_ended": False, "learning_steps": 20, "time": time.time()}
+    games = {"games": 121, "void_games": 2, "train_games_in_flight": 30, "eval_games_in_flight": 4}
+    steps = {"buffer": 17, "buffer_size": 96, "batch_size": 48}
+    (tmp_path / "live.json").write_text(json.dumps(live | games | steps | {"workers": [engine | stats, learner]}))
     return tmp_path
 
 
-def frame(view: RunView, width: int, height: int) -> list[str]:
+def frame(view: RunDirectory, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
     return console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined,no-any-return]
 
 
+def shown(directory: Path, width: int = 140, height: int = 45, **live: Any) -> str:
+    """Return the frame of the run with these changes of its live.json."""
+    path = directory / "live.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | live))
+    view = RunDirectory(directory)
+    view.refresh()
+    return "\n".join(frame(view, width, height))
+
+
 def test_run_that_has_ended_shows_no_throughput(directory: Path) -> None:
-    live = json.loads((directory / "live.json").read_text())
     for ending, state in (({"has_failed": True}, "failed"), ({}, "ended")):
-        (directory / "live.json").write_text(json.dumps(live | {"has_ended": True} | ending))
-        view = RunView(directory)
-        view.refresh()
-        text = "\n".join(frame(view, 140, 45))
+        text = shown(directory, has_ended=True, **ending)
         assert state in text and "not running" in text and "99 tok" not in text
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
 def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
-    view = RunView(directory)
+    view = RunDirectory(directory)
     view.refresh()
     lines = frame(view, width, height)
     assert len(lines) == height
@@ -162,66 +130,42 @@ def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width
     assert ("30 + 4 games in flight (train + eval), buffer 17/96, batch 48, void 2" in text) == (height >= 30)
     assert ("greatest" in text) == (height >= 32)
     assert ("collection: TicTacToe-v0-train" in text) == (height >= 45)
-    assert ("who beats whom" in text) == (width < 100)
+    assert (re.search(r"\b0 of \d+ opponents fit", text) is not None) == (width < 100)
     assert ("vs 13" in text and "100% 12" in text) == (width >= 100)
 
 
 def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
-    live = json.loads((directory / "live.json").read_text())
+    engine, _ = json.loads((directory / "live.json").read_text())["workers"]
+    places = {"learner": (os.getpid(), "cpu"), "learner-1": (os.getppid(), "cpu"), "learner-2": (None, "elsewhere")}
     rank = {"state": "ready", "waited_for": 1, "stats": None}
-    live["workers"][1:] = [
-        rank | {"name": "learner", "pid": os.getpid(), "device": "cpu"},
-        rank | {"name": "learner-1", "pid": os.getppid(), "device": "cpu"},
-        rank | {"name": "learner-2", "pid": None, "device": "elsewhere"},
-    ]
-    (directory / "live.json").write_text(json.dumps(live))
-    view = RunView(directory)
-    view.refresh()
-    text = "\n".join(frame(view, 160, 45))
+    ranks = [rank | {"name": name, "pid": pid, "device": device} for name, (pid, device) in places.items()]
+    text = shown(directory, 160, workers=[engine, *ranks])
     for name in ("learner", "learner-1"):
         assert re.search(rf"{name} \(cpu\) +learns +\d+ % CPU +[\d,]+ MiB", text), text
     assert re.search(r"learner-2 \(elsewhere\) +learns", text)
-
-
-def test_sleeping_engine_is_shown_as_asleep(directory: Path) -> None:
-    live = json.loads((directory / "live.json").read_text())
-    live["workers"][0]["state"] = "asleep"
-    (directory / "live.json").write_text(json.dumps(live))
-    view = RunView(directory)
-    view.refresh()
-    text = "\n".join(frame(view, 140, 45))
+    text = shown(directory, workers=[engine | {"state": "asleep"}])
     assert "sleeps" in text and "99 tok/s" not in text
 
 
 def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
-    live = json.loads((directory / "live.json").read_text())
-    (directory / "live.json").write_text(json.dumps(live | {"time": time.time() - 60}))
-    view = RunView(directory)
-    view.refresh()
-    assert "silent for 6" in frame(view, 80, 24)[1]
+    assert "silent for 6" in shown(directory, 80, 24, time=time.time() - 60).split("\n")[1]
 
 
-def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(
-    directory: Path,
-) -> None:
+def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(directory: Path) -> None:
     path = directory / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = [
-        {
-            **lines[-1],
-            "step": step,
-            "time": 5000.0 + 3 * step + (36000 if step > 35 else 0),
-            "run/seconds": 100.0 + 3 * step,
-            "run/games": 900 + 6 * step,
-        }
-        for step in range(13, 43)
+    changes = [
+        {"step": n, "time": 3.0 * n + 36000 * (n > 35), "run/seconds": 100.0 + 3 * n, "run/games": 900 + 6 * n}
+        for n in range(13, 43)
     ]
+    lines = [lines[-1] | change for change in changes]
     with path.open("a") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
-    view = RunView(directory)
+    view = RunDirectory(directory)
     view.refresh()
     assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
-    view.at = 1
+    path.write_text(json.dumps(lines[0]) + "\n")
+    view.refresh()
     assert view.pace() is None  # a single update has no pace
 
 
@@ -279,30 +223,15 @@ def test_busy_process_shows_load_at_the_first_look() -> None:
             process.kill()
 
 
-def test_looking_back_at_a_running_run_does_not_show_it_as_stopped(directory: Path) -> None:
-    view = RunView(directory)
-    view.refresh()
-    view.at = 3
-    text = "\n".join(frame(view, 100, 32))
-    assert "not recorded" in text
-    assert "not running" not in text
-
-
-def test_replay_shows_the_league_as_of_that_update(directory: Path) -> None:
-    view = RunView(directory)
+def test_league_alarms_and_evaluations_are_read(directory: Path) -> None:
+    view = RunDirectory(directory)
     view.refresh()
     assert view.league().results.of("ckpt-12", "base") == Result(12, won=12)
     assert view.league().results.of("base", "ckpt-12") == Result(12, lost=12)
     assert [row.uid for row in view.league().ladder if row.is_current] == ["ckpt-12"]
-    view.at = 2
-    assert view.alarms() == []
-    view.at = 3
     assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
-    assert {row.uid for row in view.league().ladder} == {"base", "ckpt-1", "ckpt-2", "ckpt-3"}
-    assert view.league().results.of("ckpt-4", "base") is None
-    assert view.series("learner/loss") == [-0.01, -0.02, -0.03]
-    assert [line["step"] for line in view.evaluations()] == [0]
-    assert "replay" in frame(view, 100, 32)[1]
+    assert view.series("learner/loss")[:3] == [-0.01, -0.02, -0.03]
+    assert [line["step"] for line in view.evaluations()] == [0, 12]
 
 
 def test_league_log_holds_only_changed_models(directory: Path) -> None:
@@ -312,7 +241,7 @@ def test_league_log_holds_only_changed_models(directory: Path) -> None:
 
 
 def test_rewritten_file_is_read_again_and_a_partial_line_waits(directory: Path) -> None:
-    view = RunView(directory)
+    view = RunDirectory(directory)
     view.refresh()
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -331,7 +260,7 @@ def test_rewritten_file_is_read_again_and_a_partial_line_waits(directory: Path) 
 
 
 def test_league_is_added_to_and_read_again_if_rewritten(directory: Path) -> None:
-    view = RunView(directory)
+    view = RunDirectory(directory)
     view.refresh()
     before = view.league()
     path = directory / "league.jsonl"
@@ -353,13 +282,13 @@ def test_line_that_is_not_json_is_named(directory: Path) -> None:
     with (directory / "eval.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
     with pytest.raises(UnstableError, match=r"eval\.jsonl.* JSON"):
-        RunView(directory).refresh()
+        RunDirectory(directory).refresh()
 
 
 def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> None:
     for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
         (directory / name).unlink()
-        view = RunView(directory)
+        view = RunDirectory(directory)
         view.refresh()
         assert not view.live or view.is_running
         assert len(frame(view, 80, 24)) == 24
@@ -368,7 +297,7 @@ def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> N
 
 def test_directory_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnstableError, match="run directory"):
-        RunView(tmp_path)
+        RunDirectory(tmp_path)
     with pytest.raises(UnstableError, match="no run"):
         newest_run(tmp_path)
 
@@ -435,31 +364,12 @@ def terminal(directory: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_user_can_watch_step_back_and_forth_resize_and_quit(terminal: Terminal) -> None:
-    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text)
-    terminal.press("\x1b[D")
-    terminal.wait_for(lambda text: "replay" in text and "update 11/20" in text)
-    terminal.press("\x1b[D")
-    terminal.wait_for(lambda text: "update 10/20" in text)
-    terminal.press("\x1b[C")
-    terminal.wait_for(lambda text: "update 11/20" in text)
-    terminal.press("m")
-    terminal.wait_for(lambda text: "m: back" in text and "100% 11" in text and "workers" not in text)
-    terminal.press("m")
-    terminal.wait_for(lambda text: "workers" in text)
+def test_user_can_watch_resize_and_quit(terminal: Terminal) -> None:
+    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text and "100% 12" in text)
+    terminal.press("mx")  # no keys
     terminal.resize(70, 20)
     terminal.wait_for(lambda text: "80 × 24" in text and "70 × 20" in text)
     terminal.resize(80, 24)
-    terminal.wait_for(lambda text: "update 11/20" in text and "workers" in text)
+    terminal.wait_for(lambda text: "update 12/20" in text and "workers" in text)
     terminal.press("q")
     assert terminal.process.wait(30) == 0
-
-
-@pytest.mark.nightly
-def test_replay_steps_through_all_updates(directory: Path) -> None:
-    terminal = Terminal(directory, 100, 32, "--replay")
-    terminal.wait_for(lambda text: "replay" in text and any(f"update {n}/20" in text for n in range(5)))
-    terminal.wait_for(lambda text: "update 12/20" in text)
-    terminal.press("q")
-    assert terminal.process.wait(30) == 0
-    terminal.close()

@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.remote_engine import engine_spec
+from fakes.remote_engine import engine_spec, request
 from unstable_lite.engines.embedded import engine as embedded_engine
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.errors import ModelError
-from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation
 
 PROMPTS = [f"{n} is a prompt of its own length" + " and longer" * n for n in range(6)]
 
 
-def load(path: Path) -> TransformersEngine:
-    return TransformersEngine(engine_spec(model=str(path), kind="transformers", dtype="float32", max_model_len=300))
+def load(path: Path, adapter: Path) -> TransformersEngine:
+    settings = {"kind": "transformers", "dtype": "float32", "max_model_len": 300}
+    engine = TransformersEngine(engine_spec(model=str(path), **settings))
+    engine.load_adapter(1, adapter)
+    return engine
 
 
 def allocate_too_much() -> None:
@@ -52,18 +54,7 @@ def before_last_layer(engine: TransformersEngine, act: Callable[[int], None]) ->
 
 def serve(engine: TransformersEngine) -> list[Generation]:
     for n, prompt in enumerate(PROMPTS):
-        engine.add_request(
-            Generate(
-                request_id=n,
-                prompt=prompt,
-                adapter_version=n % 2,
-                max_tokens=8,
-                temperature=1.0,
-                top_p=1.0,
-                stop=(),
-                seed=n,
-            )
-        )
+        engine.add_request(request(n, n % 2, prompt=prompt, max_tokens=8, temperature=1.0))
     replies: dict[int, Generation] = {}
     while engine.has_unfinished():
         for reply in engine.step():
@@ -74,8 +65,7 @@ def serve(engine: TransformersEngine) -> list[Generation]:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path, adapter_dirs: list[Path]) -> list[Generation]:
-    engine = load(model_dir)
-    engine.load_adapter(1, adapter_dirs[0])
+    engine = load(model_dir, adapter_dirs[0])
     return serve(engine)
 
 
@@ -91,8 +81,7 @@ def check(engine: TransformersEngine, expected: list[Generation]) -> None:
 def test_starved_engine_serves_fewer_requests_at_a_time_alike(
     model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], most_tokens: int, most_at_once: int
 ) -> None:
-    engine = load(model_dir)
-    engine.load_adapter(1, adapter_dirs[0])
+    engine = load(model_dir, adapter_dirs[0])
     starve(engine, most_tokens)
     check(engine, expected)
     assert engine.stats().oom_retries >= 1
@@ -117,8 +106,7 @@ def test_oom_while_sampling_loses_no_token(
             allocate_too_much()
         return sample(*args)
 
-    engine = load(model_dir)
-    engine.load_adapter(1, adapter_dirs[0])
+    engine = load(model_dir, adapter_dirs[0])
     monkeypatch.setattr(embedded_engine, "sample", sample_or_fail)
     check(engine, expected)
     assert engine.stats().oom_retries == 1
@@ -127,16 +115,14 @@ def test_oom_while_sampling_loses_no_token(
 def test_single_request_that_does_not_fit_ends_the_engine_with_advice(
     model_dir: Path, adapter_dirs: list[Path]
 ) -> None:
-    engine = load(model_dir)
-    engine.load_adapter(1, adapter_dirs[0])
+    engine = load(model_dir, adapter_dirs[0])
     starve(engine, 15)
     with pytest.raises(ModelError, match=r"engine\.max_model_len"):
         serve(engine)
 
 
 def test_other_errors_are_not_taken_for_oom(model_dir: Path, adapter_dirs: list[Path]) -> None:
-    engine = load(model_dir)
-    engine.load_adapter(1, adapter_dirs[0])
+    engine = load(model_dir, adapter_dirs[0])
 
     def fail(*_: Any) -> None:
         raise RuntimeError("shapes do not fit")

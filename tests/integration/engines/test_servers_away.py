@@ -25,7 +25,6 @@ num_collection_workers = 12
 num_eval_workers = 0
 eval_games = 0
 max_restarts = 0
-restart_backoff_s = 0.1
 output_dir = "OUTPUT"
 name = "away"
 [engine]

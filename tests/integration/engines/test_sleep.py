@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,7 @@ import pytest
 import torch
 
 from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
-from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
-from unstable_lite.transport.messages import (
-    AdapterDigest,
-    Done,
-    Generated,
-    Ready,
-    Sleep,
-    WakeUp,
-)
+from unstable_lite.transport.messages import AdapterDigest, Done, Generated, Ready, Sleep, WakeUp
 
 KINDS = [
     pytest.param(("transformers", "cpu", "float32"), id="transformers"),
@@ -119,20 +109,3 @@ def test_sleep_releases_gpu_memory_and_wake_up_takes_it_again(engine: RemoteEngi
     assert free() - awake > 0.05 * total  # of 0.2, its share, of which CUDA graphs stay
     ask(engine, WakeUp)
     assert free() < awake + 0.02 * total
-
-
-def test_released_cache_holds_no_memory_and_no_prefix() -> None:
-    shape = CacheShape(
-        num_layers=1, num_heads=1, key_width=2, value_width=2, dtype=torch.float32, device=torch.device("cpu")
-    )
-    cache, ids = KVCache(shape, max_len=8, num_running=1, num_kept=1), np.arange(4, dtype=np.int32)
-    slot = cache.take(ids, 0, 0, 0)
-    cache.extend(np.array([slot]), np.array([4]), np.arange(4), ids)
-    cache.give_back(slot, 4)
-    assert cache.find(ids, 0).length == 4
-    held = weakref.ref(cache.key_LSHTD), weakref.ref(cache.value_LSHTD)
-    cache.release()
-    gc.collect()
-    assert [one() for one in held] == [None, None]
-    cache.allocate()
-    assert cache.find(ids, 0).length == 0 and not cache.key_LSHTD.any()

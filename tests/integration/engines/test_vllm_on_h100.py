@@ -19,7 +19,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+    path = make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+    # vLLM inspects the architecture once and caches that. With an H100 that is not there it could not.
+    inspect = f"from vllm import EngineArgs; EngineArgs(model={str(path)!r}).create_model_config()"
+    subprocess.run([sys.executable, "-c", inspect], capture_output=True, check=True)
+    return path
 
 
 @pytest.fixture

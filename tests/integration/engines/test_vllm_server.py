@@ -18,9 +18,8 @@ import pytest
 from fakes import fake_vllm
 from fakes.fake_vllm import IDS, LOGPROBS, FakeVLLM, error
 from fakes.remote_engine import engine_spec
-from unstable_lite.engines.vllm_server import engine as vllm_server_engine
-from unstable_lite.engines.vllm_server import http
-from unstable_lite.engines.vllm_server.engine import VLLMServerEngine
+from unstable_lite.engines import vllm_http, vllm_server
+from unstable_lite.engines.vllm_server import VLLMServerEngine
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.transport.messages import Failed, Generate, Generated
 
@@ -30,8 +29,8 @@ Connect = Callable[..., VLLMServerEngine]
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_AFTER_S", (0.0, 0.0))
-    monkeypatch.setattr(vllm_server_engine, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(vllm_http, "RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(vllm_server, "LOOK_AGAIN_S", 0.01)
 
 
 @pytest.fixture
@@ -99,6 +98,16 @@ def test_token_ids_are_sent_and_received(server: FakeVLLM, connect: Connect) -> 
     # A server takes unset fields from the model's generation config.
     assert {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1, "max_tokens": 3}.items() <= sent.items()
     assert engine.info["max_model_len"] == 512 and engine.stats().running == 0
+    assert sent["skip_special_tokens"] is True
+
+
+def test_server_shows_special_tokens_if_they_mark_thoughts(server: FakeVLLM, connect: Connect) -> None:
+    engine = connect()
+    engine._tokenizer.has_special_tags = True
+    server.misbehave = lambda path, body: (200, server.completion(body, text="<think>a", stop_reason="never met"))
+    (reply,) = serve(engine, request(stop=("never met",)))
+    assert completions(server)[-1]["skip_special_tokens"] is False
+    assert reply.generation.text == "<think>a"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ def test_garbage_and_refusals_fail_their_request_and_name_the_url(
 
 def test_oversized_answer_is_cut(server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = connect()
-    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(vllm_http, "MAX_ANSWER_BYTES", 1000)
     server.misbehave = lambda path, body: (200, b" " * 5000)
     (reply,) = serve(engine, request())
     assert "1000 bytes" in reply.error and server.url in reply.error
@@ -237,8 +246,14 @@ def test_base_is_never_taken_for_an_adapter(server: FakeVLLM, connect: Connect, 
     assert reply.generation.adapter_version == 0, "the engine reports it, and the client refuses it"
 
 
-def test_hanging_server_fails_requests_on_timeout_and_then_the_worker(server: FakeVLLM, connect: Connect) -> None:
-    engine, stuck = connect(request_timeout_s=0.2), connect(stall_timeout_s=0.2)
+def test_hanging_server_fails_requests_on_timeout_and_then_the_worker(
+    server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("unstable_lite.engines.vllm_server.REQUEST_TIMEOUT_S", 0.2)
+        engine = connect()
+    monkeypatch.setattr("unstable_lite.engines.vllm_server.ENGINE_STALL_S", 0.2)
+    stuck = connect()
     server.hangs.set()
     (reply,) = serve(engine, request())
     assert "0.19 s" in reply.error and server.url in reply.error

@@ -12,7 +12,7 @@ from fakes import runs
 from fakes.handmade_adapters import write_run
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
-from unstable_lite.evaluation.sampled import probe_by_samples
+from unstable_lite.evaluation.probing import probe_by_samples
 
 NIM = "Nim-v0-train"
 

@@ -156,17 +156,6 @@ def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Pat
     assert "ckpt-1" in out and "ckpt-2" not in out
 
 
-@pytest.mark.nightly
-def test_evaluation_probes_the_models_that_can_be_scored(tmp_path: Path) -> None:
-    config = runs.write_small(tmp_path)
-    where = ("--config", config, "--output", tmp_path / "out", "--games", "4", "--probe", "3")
-    code, out, err = runs.run("eval", "base", "scripted:random", "--opponent", "scripted:blind-random", *where)
-    assert code == 0, err
-    assert "against scripted:blind-random" in out and "state dependence" in out
-    with (tmp_path / "out" / "probe.csv").open(newline="") as file:
-        assert [row["model"] for row in csv.DictReader(file)] == ["random legal", "base"]
-
-
 def test_package_does_not_import_torch_until_a_model_is_scored() -> None:
     code = (
         "import sys, unstable_lite, unstable_lite.evaluation as e, unstable_lite.evaluation.probing; "

@@ -1,4 +1,4 @@
-"""Play 4,096 games at once on 256 file descriptors: real games, a real engine process, the scripted engine."""
+"""Play 1,024 games at once on 256 file descriptors: real games, a real engine process, the scripted engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unstable_lite.orchestrator.workers import started_engines
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
-GAMES = 4096
+GAMES = 1024
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ async def test_thousands_of_games_need_few_descriptors_and_leak_none(tmp_path: P
 
 
 async def test_endpoint_connections_raise_the_descriptor_limit() -> None:
-    opponents = OpponentsConfig(base_url="http://127.0.0.1:9/v1", max_concurrent_requests=150, max_retries=0)
+    opponents = OpponentsConfig(base_url="http://127.0.0.1:9/v1", max_concurrent_requests=150)
     agent = AgentSpec(
         pid=0,
         model=ModelRef(uid="fixed-vendor/model", kind="fixed", name="vendor/model"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ import pytest
 from fakes.game_records import Records
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
+from unstable_lite.engines.base import ENGINE_STALL_S
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import WorkerDied
 from unstable_lite.games.players.factory import PlayerFactory
@@ -24,8 +26,9 @@ from unstable_lite.games.templates import templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import MirrorModelSampler, UniformRandomEnvSampler
+from unstable_lite.orchestrator import supervisor
 from unstable_lite.orchestrator.supervisor import Supervisor
-from unstable_lite.orchestrator.workers import EngineWorkers, started_engines
+from unstable_lite.orchestrator.workers import Workers, started_engines
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.step_buffer import StepBuffer
@@ -37,7 +40,7 @@ ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "prompt_template": "tin
 class Fleet:
     """Supervised engines and a collector that plays on them."""
 
-    def __init__(self, config: Config, workers: EngineWorkers, tmp_path: Path) -> None:
+    def __init__(self, config: Config, workers: Workers, tmp_path: Path, stall_s: float = ENGINE_STALL_S) -> None:
         self.workers = workers
         self.alarms: list[str] = []
         self.records = Records()
@@ -53,7 +56,7 @@ class Fleet:
                 process,
                 config.run,
                 config.engine.start_timeout_s,
-                config.engine.stall_timeout_s,
+                stall_s,
                 restore=lambda engine=engine: self._restore(engine),  # type: ignore[misc]
                 alarm=self.alarms.append,
             )
@@ -69,11 +72,14 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+async def fleet(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr(supervisor, "BACKOFF_S", 0.0)
     options: dict[str, Any] = getattr(request, "param", {})
     config = Config.model_validate(
         {
-            "run": {"max_restarts": 20, "restart_backoff_s": 0.0, "output_dir": tmp_path, **options.get("run", {})},
+            "run": {"max_restarts": 20, "output_dir": tmp_path, **options.get("run", {})},
             "engine": {
                 "kind": "scripted",
                 "devices": ["cpu"] * options.get("engines", 1),
@@ -85,7 +91,7 @@ async def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
         }
     )
     async with started_engines(make_plan(config), tmp_path, lambda text: None) as workers:
-        made = Fleet(config, workers, tmp_path)
+        made = Fleet(config, workers, tmp_path, options.get("stall_s", ENGINE_STALL_S))
         yield made
 
 
@@ -126,7 +132,7 @@ async def test_ten_random_kills_lose_and_duplicate_no_game(fleet: Fleet) -> None
     assert num_reported() == len(killed) == 10
 
 
-@pytest.mark.parametrize("fleet", [{"engine": {"stall_timeout_s": 1.0}}], indirect=True)
+@pytest.mark.parametrize("fleet", [{"stall_s": 1.0}], indirect=True)
 async def test_silent_engine_is_killed_and_its_games_continue(fleet: Fleet) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:
@@ -138,7 +144,7 @@ async def test_silent_engine_is_killed_and_its_games_continue(fleet: Fleet) -> N
     assert fleet.supervisors[0].restarts == 1
 
 
-@pytest.mark.parametrize("fleet", [{"engine": {"stall_timeout_s": 0.5}}], indirect=True)
+@pytest.mark.parametrize("fleet", [{"stall_s": 0.5}], indirect=True)
 async def test_engine_is_not_blamed_for_a_blocked_orchestrator(fleet: Fleet) -> None:
     (engine,) = fleet.workers.engines.engines
     async with asyncio.TaskGroup() as tasks:
@@ -176,15 +182,42 @@ async def test_exceeding_restart_budget_ends_run_with_clear_error(fleet: Fleet) 
     assert "run.max_restarts = 2" in str(death.exceptions[0])
 
 
+@pytest.mark.parametrize(
+    ("fleet", "restarts", "reason"),
+    [
+        (
+            {"engine": {"kind": "fakes.stuck_engines:Raises"}},
+            1,
+            r"AttributeError: .*\(stuck_engines.py, line \d+, in step",
+        ),
+        (
+            {"engine": {"kind": "fakes.stuck_engines:RunsOutOfMemory"}, "run": {"max_restarts": 2}},
+            2,
+            r"MemoryError(.|\n)*\(3 deaths within",
+        ),
+    ],
+    indirect=["fleet"],
+)
+async def test_own_code_that_fails_again_ends_the_run_and_memory_does_not(
+    fleet: Fleet, restarts: int, reason: str
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fleet.supervisors[0].run())
+            await fleet.evaluate(5)
+    death = caught.value.subgroup(WorkerDied)
+    assert death is not None
+    assert re.search(f"engine-0: {reason}", str(death.exceptions[0])), death.exceptions
+    assert fleet.supervisors[0].restarts == len(fleet.alarms) == restarts
+
+
 @pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Slow"}}], indirect=True)
 async def test_slow_step_is_logged_by_worker(fleet: Fleet) -> None:
     await fleet.workers.engines.generate("p", 0)
     assert "a step took 5.1 s" in fleet.workers.processes[0].log_path.read_text()
 
 
-@pytest.mark.parametrize(
-    "fleet", [{"engine": {"kind": "fakes.stuck_engines:Loops", "stall_timeout_s": 2.0}}], indirect=True
-)
+@pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Loops"}, "stall_s": 2.0}], indirect=True)
 async def test_stuck_worker_logs_its_stacks(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 
 from fakes import runs
-from fakes.sync_runs import SYNC, assert_equal
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of an uninterrupted run."""
-    tmp_path = tmp_path_factory.mktemp("whole")
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *SYNC)
-    assert code == 0, out + err
-    return runs.run_directory(tmp_path)
+from fakes.sync_runs import SYNC, THINKING, assert_equal, write_thinking
 
 
 @pytest.mark.parametrize(
@@ -38,9 +29,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
-    whole: Path, tmp_path: Path, checkpoint_every: int, reached: str, signum: signal.Signals, resumed_from: int
+    sync_run: Path, tmp_path: Path, checkpoint_every: int, reached: str, signum: signal.Signals, resumed_from: int
 ) -> None:
-    process = runs.start("run", runs.write_small(tmp_path), *SYNC, f"run.checkpoint_every={checkpoint_every}")
+    process = runs.start("run", write_thinking(tmp_path), *THINKING, f"run.checkpoint_every={checkpoint_every}")
     if reached.startswith("ckpt"):
         runs.wait_for(lambda: any(tmp_path.glob(f"outputs/*/*/checkpoints/{reached}")))
     else:
@@ -52,19 +43,19 @@ def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
     code, out, err = runs.run("run", "--resume", broken)
     assert code == 0, out + err
     assert re.search(rf"\bafter update {resumed_from}\b", out)
-    assert_equal(broken, whole, {"ckpt-3", "ckpt-6"} if checkpoint_every == 3 else {"ckpt-6"})
+    assert_equal(broken, sync_run, {"ckpt-3", "ckpt-6"} if checkpoint_every == 3 else {"ckpt-6"})
 
 
 @pytest.mark.nightly
-def test_sleeping_engines_change_nothing_in_a_sync_run(whole: Path, tmp_path: Path) -> None:
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *SYNC, "engine.when_shared=sleep")
+def test_sleeping_engines_change_nothing_in_a_sync_run(sync_run: Path, tmp_path: Path) -> None:
+    code, out, err = runs.run("run", write_thinking(tmp_path), *THINKING, "engine.when_shared=sleep")
     assert code == 0, out + err
     sleeper = runs.run_directory(tmp_path)
     assert '"inference/asleep_s"' in (sleeper / "metrics.jsonl").read_text()
-    ours, theirs = (directory / "checkpoints" / "ckpt-6" for directory in (sleeper, whole))
+    ours, theirs = (directory / "checkpoints" / "ckpt-6" for directory in (sleeper, sync_run))
     for file in ("adapter_model.safetensors", "learner.safetensors"):
         assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
-    assert (sleeper / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+    assert (sleeper / "eval.jsonl").read_text() == (sync_run / "eval.jsonl").read_text()
 
 
 DUPLICATES = (
@@ -127,8 +118,3 @@ def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) ->
             seats.setdefault((game["seed"], game["env_id"]), []).append(trained[0])
     assert len(seats) > 5
     assert all(sorted(of_group) == [0, 0, 1, 1] for of_group in seats.values())
-
-
-def test_finished_run_is_not_resumed(whole: Path) -> None:
-    code, _, err = runs.run("run", "--resume", whole)
-    assert (code, "6 updates" in err) == (1, True)

@@ -23,7 +23,7 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import AppendFile, RecordLog, read_records, write_whole
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
-from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.run_directory import find_damage
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import Tracker

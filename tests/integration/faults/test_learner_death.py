@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,23 +13,32 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import safetensors.numpy
 import safetensors.torch
 import torch
+from msgspec import structs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fakes import numpy_learner
 from unstable_lite.adapters import peft_files
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.client import LearnerClient, train_items
 from unstable_lite.orchestrator.supervisor import Supervisor
-from unstable_lite.transport.messages import Update, Updated
+from unstable_lite.transport.messages import LoadLearner, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, Step
 
 VOCAB = 300
+REAL, TORCHLESS = "unstable_lite.learner.worker", numpy_learner.__name__
+
+
+@pytest.fixture(autouse=True)
+def _restarts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstable_lite.orchestrator.supervisor.BACKOFF_S", 0.0)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config.model_validate(
         {
             "model_name": str(path),
-            "run": {"max_restarts": 20, "restart_backoff_s": 0.0},
+            "run": {"max_restarts": 20},
             "learner": {"dtype": "float32", "learning_rate": 1e-2},
             "lora": {"lora_rank": 4},
             "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}],
@@ -104,20 +113,9 @@ class Learning:
         (kill or self.kill)()
 
 
-@pytest.fixture
-async def learning(tmp_path: Path, config: Config) -> AsyncIterator[Learning]:
-    async with _learning(tmp_path, config, num_ranks=1) as started:
-        yield started
-
-
-@pytest.fixture
-async def learning_by_two(tmp_path: Path, config: Config) -> AsyncIterator[Learning]:
-    async with _learning(tmp_path, config, num_ranks=2) as started:
-        yield started
-
-
 @asynccontextmanager
-async def _learning(tmp_path: Path, config: Config, num_ranks: int) -> AsyncIterator[Learning]:
+async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks: int = 1) -> AsyncIterator[Learning]:
+    """Start a learner of `module` and its supervisor."""
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
     client = LearnerClient(router, config.learner)
@@ -135,68 +133,135 @@ async def _learning(tmp_path: Path, config: Config, num_ranks: int) -> AsyncIter
             num_ranks=num_ranks,
         )
         log_path = tmp_path / f"{channel.name}.log"
-        ranks.append(WorkerProcess(channel, log_path, "unstable_lite.learner.worker", spec, {}))
+        ranks.append(WorkerProcess(channel, log_path, module, spec, {}))
     process = WorkerGroup(ranks, tmp_path) if num_ranks > 1 else ranks[0]
     await process.start()
     await process.ready(120)
     alarms: list[str] = []
     supervisor = Supervisor(process, config.run, 120, 120, client.restore, alarms.append)
     arena = AdapterStore("learning", tmp_path, bytes_needed=1 << 60)
-    yield Learning(client, process, supervisor, arena, alarms)
+    learning = Learning(client, process, supervisor, arena, alarms)
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(supervisor.run())
+        yield learning
+        supervised.cancel()
     await process.stop()
     router.close()
     arena.close()
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(path / "adapter_model.safetensors")
-
-
-async def test_every_update_is_made_once_whenever_the_learner_is_killed(learning: Learning, config: Config) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(learning.supervisor.run())
-        arena = learning.arena
-        await learning.update(1)
-        learning.kill()  # before an update
-        steps = [(await learning.update(2)).metrics["step"]]
-        tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0))  # at its start
-        steps.append((await learning.update(3)).metrics["step"])
-        partial = arena.directory / ".learner-4.unfinished"
-        tasks.create_task(learning.kill_when(partial.exists))  # while it writes its state
-        steps.append((await learning.update(4)).metrics["step"])
-        tasks.create_task(learning.kill_when(arena.learner_state(5).exists))  # done, perhaps not yet reported
-        steps.append((await learning.update(5)).metrics["step"])
-        learning.kill()  # after an update
-        steps.append((await learning.update(6)).metrics["step"])
-        supervised.cancel()
-    assert steps == [2, 3, 4, 5, 6]
-    assert 3 <= learning.supervisor.restarts <= 5
-
+def undisturbed(module: str, config: Config, last: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the adapters 1 to `last` of a learner that never dies."""
     torch.set_num_threads(1)
-    undisturbed = load_learner(config, "cpu")
-    for version in range(1, 7):
-        assert undisturbed.update(train_items(batch(version)), version).skipped is None
-        tensors, _ = undisturbed.policy.adapter_state()
-        made = weights(arena.path(version))
-        assert all(torch.equal(tensors[name], made[name]) for name in tensors), version
+    real = load_learner(config, "cpu") if module == REAL else None
+    spec = WorkerSpec(name="learner", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
+    torchless = numpy_learner.NumpyLearner(spec)
+    for version in range(1, last + 1):
+        items = train_items(batch(version))
+        if real is not None:
+            assert real.update(items, version).skipped is None
+            yield {name: tensor.numpy() for name, tensor in real.training.policy.adapter_state()[0].items()}
+        else:
+            torchless.learn(items, version)
+            yield torchless.tensors
+
+
+@pytest.mark.parametrize("module", [REAL, TORCHLESS])
+async def test_every_update_is_made_once_whenever_the_learner_is_killed(
+    tmp_path: Path, config: Config, module: str
+) -> None:
+    async with started(tmp_path, config, module) as learning, asyncio.TaskGroup() as tasks:
+        arena, steps = learning.arena, list[float]()
+
+        async def update(version: int) -> None:
+            steps.append((await learning.update(version)).metrics["step"])
+
+        await update(1)
+        paths = arena.directory / ".learner-2.unfinished", arena.learner_state(2)
+        tasks.create_task(learning.kill_when(lambda: any(map(Path.exists, paths))))  # while it writes its state
+        await update(2)
+        reported = await learning.client.update(batch(3), 3, arena)
+        learning.kill()  # before it saves: the replacement repeats the update alone
+        await learning.client.save_state(3, arena)
+        await update(4)
+        if module == TORCHLESS:
+            learning.kill()  # before an update
+            await update(5)
+            tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0))  # at its start
+            await update(6)
+            tasks.create_task(learning.kill_when(arena.learner_state(7).exists))  # done, perhaps not yet reported
+            await update(7)
+        made, kills = (7, 5) if module == TORCHLESS else (4, 2)
+        assert [*steps[:2], reported.metrics["step"], *steps[2:]] == list(range(1, made + 1))
+        assert kills - 1 <= learning.supervisor.restarts <= kills
+        assert [path.name for path in arena.directory.glob("learner-*")] == [f"learner-{made}"]
+        for version, expected in enumerate(undisturbed(module, config, made), start=1):
+            found = safetensors.numpy.load_file(arena.path(version) / peft_files.WEIGHTS)
+            assert all(np.array_equal(tensor, found[name]) for name, tensor in expected.items()), version
+        assert reported.digest == peft_files.adapter_digest(arena.path(3))
+
+
+async def test_replacement_of_a_learner_that_did_not_save_adopts_what_is_published(
+    tmp_path: Path, config: Config
+) -> None:
+    """The adapter is changed on purpose: on a GPU the replacement's own update need not be equal."""
+    async with started(tmp_path, config, TORCHLESS) as learning:
+        await learning.update(1)
+        reported = await learning.client.update(batch(2), 2, learning.arena)
+        learning.kill()
+        published = learning.arena.path(2)
+        digest = change(published)
+        generations = [step.generation for step in batch(2) if step.generation is not None]
+        scoring = asyncio.create_task(learning.client.score(generations))  # as the canary does at this time
+        await learning.client.save_state(2, learning.arena)
+        assert len(await scoring) == len(generations)
+        state = learning.arena.learner_state(2)
+        assert peft_files.adapter_digest(published) == peft_files.adapter_digest(state) == digest != reported.digest
+        assert (await learning.update(3)).metrics["step"] == 3
+        assert learning.supervisor.restarts == 1
+
+
+def change(adapter: Path) -> str:
+    """Change every number of an adapter; return its digest."""
+    file = adapter / peft_files.WEIGHTS
+    changed = {name: tensor + 0.01 for name, tensor in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(changed, file, {"format": "pt"})
+    return peft_files.adapter_digest(adapter)
+
+
+def test_repeated_update_takes_the_adapter_that_is_published(config: Config, tmp_path: Path) -> None:
+    first, second = (worker._Worker(load_learner(config, "cpu"), config) for _ in range(2))
+    messages = [
+        Update(request_id=n, items=train_items(batch(n)), version=n, path=str(tmp_path / f"v{n}")) for n in (1, 2, 3)
+    ]
+    state, repeated = str(tmp_path / "state"), structs.replace(messages[1], is_published=True)
+    first.answer(messages[0])
+    first.answer(SaveLearner(request_id=4, path=state))
+    first.answer(messages[1])
+    digest = change(tmp_path / "v2")
+    second.answer(LoadLearner(request_id=5, path=state))
+    updated = second.answer(repeated)
+    assert isinstance(updated, Updated) and updated.digest == digest
+    policy = load_learner(config, "cpu").training.policy
+    policy.load_adapter(tmp_path / "v2")
+    scored = second.answer(Score(request_id=6, items=messages[1].items))
+    assert isinstance(scored, Scored)
+    for expected, found in zip(policy.score(messages[1].items), scored.logprobs, strict=True):
+        assert found.adapter == pytest.approx(expected.adapter, abs=1e-5)
+    after = second.answer(messages[2])
+    assert isinstance(after, Updated) and after.metrics["step"] == 3
 
 
 @pytest.mark.nightly
-async def test_death_of_one_rank_restarts_all_from_the_last_state(
-    learning_by_two: Learning, config: Config, tmp_path: Path
-) -> None:
-    learning = learning_by_two
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(learning.supervisor.run())
+async def test_death_of_one_rank_restarts_all_from_the_last_state(config: Config, tmp_path: Path) -> None:
+    async with started(tmp_path, config, num_ranks=2) as learning, asyncio.TaskGroup() as tasks:
         reported, first = [await learning.update(1)], learning.process.pid
         tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0, learning.kill_other_rank))
         reported.append(await learning.update(2))
-        supervised.cancel()
-    assert learning.supervisor.restarts == 1
-    assert learning.process.pid != first
-    assert any("learner-1 was killed by SIGKILL" in alarm for alarm in learning.alarms)
-    ranks = [learning.process.pid, learning.process.others[0].pid]  # type: ignore[attr-defined]
-    await learning.process.stop()
+        assert learning.supervisor.restarts == 1
+        assert learning.process.pid != first
+        assert any("learner-1 was killed by SIGKILL" in alarm for alarm in learning.alarms)
+        ranks = [learning.process.pid, learning.process.others[0].pid]  # type: ignore[attr-defined]
     assert not any(psutil.pid_exists(pid) for pid in ranks)
 
     torch.set_num_threads(1)
@@ -206,64 +271,6 @@ async def test_death_of_one_rank_restarts_all_from_the_last_state(
         assert updated.metrics["step"] == version
         for name in ("loss", "policy_grad_norm", "num_tokens", "logp_mean"):
             assert updated.metrics[name] == pytest.approx(metrics[name], rel=1e-3)
-
-
-async def test_only_the_newest_learner_state_is_kept(learning: Learning) -> None:
-    for version in (1, 2, 3):
-        await learning.update(version)
-    assert [path.name for path in learning.arena.directory.glob("learner-*")] == ["learner-3"]
-
-
-async def test_published_adapter_survives_a_learner_that_dies_before_it_saves(
-    learning: Learning, config: Config
-) -> None:
-    """The adapter is changed on purpose: on a GPU the replacement's own update need not be equal."""
-    await learning.update(1)
-    reported = await learning.client.update(batch(2), 2, learning.arena)
-    learning.kill()
-    published = learning.arena.path(2)
-    changed = {name: tensor + 0.01 for name, tensor in weights(published).items()}
-    safetensors.torch.save_file(changed, published / "adapter_model.safetensors", {"format": "pt"})
-    digest = peft_files.adapter_digest(published)
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(learning.supervisor.run())
-        generations = [step.generation for step in batch(2) if step.generation is not None]
-        scoring = tasks.create_task(learning.client.score(generations))  # as the canary does at this time
-        await learning.client.save_state(2, learning.arena)
-        supervised.cancel()
-    policy = load_learner(config, "cpu").training.policy
-    policy.load_adapter(published)
-    for expected, scored in zip(policy.score(train_items(batch(2))), scoring.result(), strict=True):
-        assert scored.adapter == pytest.approx(expected.adapter, abs=1e-5)
-    state = learning.arena.learner_state(2)
-    assert peft_files.adapter_digest(published) == peft_files.adapter_digest(state) == digest != reported.digest
-    assert [path.name for path in learning.arena.directory.glob("learner-*")] == ["learner-2"]
-
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(learning.supervisor.run())
-        after = await learning.update(3)
-        supervised.cancel()
-    assert (learning.supervisor.restarts, after.metrics["step"]) == (1, 3)
-
-
-async def test_learner_that_dies_before_it_saves_repeats_its_update_alone(learning: Learning, config: Config) -> None:
-    """The repeated update is equal bit for bit on a CPU, with its moments."""
-    await learning.update(1)
-    reported = await learning.client.update(batch(2), 2, learning.arena)
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(learning.supervisor.run())
-        learning.kill()
-        await learning.client.save_state(2, learning.arena)
-        await learning.update(3)
-        supervised.cancel()
-    torch.set_num_threads(1)
-    undisturbed = load_learner(config, "cpu")
-    for version in (1, 2, 3):
-        undisturbed.update(train_items(batch(version)), version)
-    expected, _ = undisturbed.policy.adapter_state()
-    made = weights(learning.arena.learner_state(3))
-    assert all(torch.equal(tensor, made[name]) for name, tensor in expected.items())
-    assert reported.digest == peft_files.adapter_digest(learning.arena.path(2))
 
 
 def test_adapter_of_an_unreported_update_is_written_again(config: Config, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from unstable_lite.transport import codec
 from unstable_lite.types import Generation, Step
 
 LEAGUE = (
+    *runs.SCRIPTED,
     "run.checkpoint_every=2",
     "run.num_eval_workers=0",
     "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
@@ -46,10 +48,11 @@ def updates_of(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a run killed after about five updates; its newest checkpoint is ckpt-4."""
+    """Return the directory of a run killed after about five updates, with two checkpoints or more."""
     tmp_path = tmp_path_factory.mktemp("killed")
-    process = runs.start("run", runs.write_small(tmp_path), *LEAGUE, "run.learning_steps=10000")
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *LEAGUE, "run.learning_steps=10000")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 5)
+    runs.wait_for(lambda: len(list(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*"))) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     runs.finish(process)
     return runs.run_directory(tmp_path)
@@ -70,7 +73,7 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path) -> None:
         file.write(json.dumps(json.loads(first) | early) + "\n")
     count = state["buffer"]["counters"]
     last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the waiting steps allow
-    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={last}")
+    code, out, err = runs.run_torchless("run", "--resume", copy, f"run.learning_steps={last}")
     assert code == 0, out + err
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
     assert (copy / f"config-{newest}.toml").read_text() == config
@@ -110,7 +113,7 @@ def test_resumed_run_may_change_opponents_and_opponent_sampler(copy: Path) -> No
         f"eval_envs=[{judge}]",
         f"run.learning_steps={newest + 8}",
     )
-    code, out, err = runs.run("run", "--resume", copy, *changes)
+    code, out, err = runs.run_torchless("run", "--resume", copy, *changes)
     assert code == 0, out + err
     assert "PrioritizedFictitiousModelSampler" in out
     new_games = [*read_records(copy / "games.jsonl")][num_games + 24 :]  # without the games that were played again
@@ -130,6 +133,53 @@ def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None
     assert (copy / "config.toml").read_text() == config
 
 
+def resume_with_an_open_evaluation(copy: Path) -> runs.subprocess.Popen[str]:
+    """Resume a run whose newest checkpoint was being evaluated when it was saved."""
+    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    state = json.loads((newest / "league.json").read_text())
+    tally = {"void": 0, "games": [["win", 1.0, False, 0, 0]]}
+    state["tracker"]["tallies"] = [[newest.name, "Nim-v0-train", "scripted:random", tally]]
+    write_with_checksum(newest, "league.json", json.dumps(state))
+    return runs.start_torchless("run", "--resume", copy, "run.num_eval_workers=2")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL], ids=["stop", "death of an engine"])
+def test_interrupted_start_of_a_resume_ends_with_its_reason(copy: Path, signum: int) -> None:
+    process = resume_with_an_open_evaluation(copy)
+    runs.wait_for(lambda: runs.children_of(process))
+    children = runs.children_of(process)
+    (children[0] if signum == signal.SIGKILL else process).send_signal(signum)
+    code, out, err = runs.finish(process, 60)
+    if signum == signal.SIGKILL:
+        assert code == 1 and "engine-0 was killed by SIGKILL" in err, out + err
+    else:
+        assert code == 130 and "interrupted while the workers start" in out, out + err
+    assert "Traceback" not in err and "KeyError" not in err, err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_resumed", [True, False])
+@pytest.mark.timeout(600)
+def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path: Path, is_resumed: bool) -> None:
+    signals = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2]
+    for moment in range(12):
+        if is_resumed:
+            process = resume_with_an_open_evaluation(copy)
+        else:
+            (tmp_path / "fresh").mkdir(exist_ok=True)
+            endless = (*runs.SCRIPTED, "run.learning_steps=10000")
+            process = runs.start_torchless("run", runs.write_small(tmp_path / "fresh"), *endless)
+        with contextlib.suppress(runs.subprocess.TimeoutExpired):
+            process.wait(1.5 + moment / 4)
+        process.send_signal(signals[moment % 4])
+        code, out, err = runs.finish(process, 90)
+        # If Ctrl-C comes while the standard library runs generated code, Python ends by SIGINT itself.
+        assert code in ((0, 130, -2) if signals[moment % 4] == signal.SIGINT else (0, 130)), out + err
+        assert "interrupted" in out + err
+        assert "Traceback" not in err, err
+
+
 @pytest.mark.nightly
 def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
@@ -140,21 +190,23 @@ def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_pruned_run_can_be_resumed(copy: Path) -> None:
+def test_run_without_the_files_that_may_be_removed_can_be_resumed(copy: Path) -> None:
+    """docs/resume.md lists them."""
     numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
-    code, out, err = runs.run("runs", "prune", copy, "--train-data", "--yes")
-    assert code == 0 and "freed" in out, out + err
-    kept = [path.name for path in (copy / "checkpoints").glob("ckpt-*")]
-    assert kept == [f"ckpt-{numbers[-1]}"]
-    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-1] + 1}", "run.eval_games=0")
+    for path in (copy / "train_data", *(copy / "checkpoints" / f"ckpt-{number}" for number in numbers[:-1])):
+        shutil.rmtree(path)
+    code, out, err = runs.run_torchless(
+        "run", "--resume", copy, f"run.learning_steps={numbers[-1] + 1}", "run.eval_games=0"
+    )
     assert code == 0, out + err
     assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-1] + 2))
 
 
 @pytest.mark.nightly
 def test_concurrent_evaluation_of_a_stopped_run_is_recorded_once(tmp_path: Path) -> None:
-    overrides = ("run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
-    process = runs.start("run", runs.write_small(tmp_path), *overrides)
+    slow = "algorithm=fakes.slow_learners:TakesASecond"
+    overrides = (*runs.SCRIPTED, slow, "run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *overrides)
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/games.jsonl")))
     directory = runs.run_directory(tmp_path)
 
@@ -166,7 +218,7 @@ def test_concurrent_evaluation_of_a_stopped_run_is_recorded_once(tmp_path: Path)
     process.send_signal(signal.SIGINT)
     code, out, err = runs.finish(process)
     assert code == 0, out + err
-    code, out, err = runs.run("run", "--resume", directory, "learner.batch_size=24")
+    code, out, err = runs.run_torchless("run", "--resume", directory, "learner.batch_size=24")
     assert code == 0, out + err
     evaluations = [line["model"] for line in read_records(directory / "eval.jsonl")]
     assert evaluations.count("ckpt-1") == 1
@@ -236,7 +288,7 @@ def test_directories_with_other_names_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_resume_before_damaged_checkpoint_writes_it_again(copy: Path) -> None:
     newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
-    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")
+    code, out, err = runs.run_torchless("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")
     assert code == 0, out + err
     assert f"damaged-ckpt-{newest}" in out
     assert re.search(rf"\bafter update {before}\b", out)
@@ -285,7 +337,7 @@ def test_checkpoint_with_unexpected_contents_ends_run_with_advice(
     del state[section]
     write_with_checksum(newest, "league.json", json.dumps(state | ({section: content} if content else {})))
     assert find_damage(newest) is None
-    code, _, err = runs.run("run", "--resume", copy)
+    code, _, err = runs.run_torchless("run", "--resume", copy)
     assert code == 1
     assert f"{newest}/league.json" in err
     assert says in err
@@ -353,7 +405,7 @@ def test_finished_running_or_missing_run_is_not_resumed(copy: Path, tmp_path: Pa
     assert (copy / "config.toml").read_text() == config
     code, _, err = runs.run("run", "--resume", tmp_path)
     assert (code, "config.toml" in err) == (1, True)
-    process = runs.start("run", "--resume", copy)
+    process = runs.start_torchless("run", "--resume", copy)
     runs.wait_for(lambda: runs.children_of(process))
     code, _, err = runs.run("run", "--resume", copy)
     assert (code, "another process" in err) == (1, True)

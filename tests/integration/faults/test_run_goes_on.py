@@ -14,9 +14,7 @@ pytestmark = pytest.mark.nightly
 
 
 def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) -> None:
-    process = runs.start(
-        "run", runs.write_small(tmp_path), "run.learning_steps=8", "run.restart_backoff_s=0.1", "run.num_eval_workers=0"
-    )
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=8", "run.num_eval_workers=0")
     for num_updates, name in ((1, "engines"), (2, "learner"), (4, "engines"), (5, "learner")):
         runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
         kill(process.pid, f"{name}.worker")

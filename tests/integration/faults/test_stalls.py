@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from fakes import runs
-from unstable_lite.orchestrator.watchdog import EXIT_STALLED, LoopWatchdog
+from unstable_lite.orchestrator.event_loop import EXIT_STALLED, LoopWatchdog
 
 BLOCKS = """
 import asyncio, re, sys
 from pathlib import Path
-from unstable_lite.orchestrator.watchdog import LoopWatchdog
+from unstable_lite.orchestrator.event_loop import LoopWatchdog
 
 
 def loop_without_end():
@@ -47,6 +47,10 @@ asyncio.run(main())
 LOOPS_WHILE_FILE_EXISTS = """
 import time
 from pathlib import Path
+
+from unstable_lite.orchestrator import event_loop
+
+event_loop.LOOP_STALL_S = 0.8
 
 
 class Loops:
@@ -128,7 +132,6 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
         "run.checkpoint_every=1",
         "run.learning_steps=1000",
         "run.env_timeout_s=0.2",
-        "run.loop_stall_s=0.8",
     )
     runs.wait_for(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/latest")))
     workers = runs.children_of(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pty
 import signal
@@ -16,7 +17,8 @@ from rich.console import Console
 from fakes import runs
 from unstable_lite.dashboards.terminal import TerminalInterface
 
-QUICK = ("run.learning_steps=1", "run.eval_games=0", "run.num_eval_workers=0")
+QUICK = (*runs.SCRIPTED, "run.eval_games=0", "run.num_eval_workers=0", "run.learning_steps=1")
+torchless = functools.partial(runs.command, module=runs.TORCHLESS)
 
 
 def saved(directory: Path) -> bool:
@@ -31,8 +33,9 @@ def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 
     process = subprocess.Popen(
-        runs.command("run", runs.write_small(tmp_path), *QUICK[1:], "run.learning_steps=10000"),
+        torchless("run", runs.write_small(tmp_path), *QUICK, "run.learning_steps=10000"),
         preexec_fn=in_terminal,
+        env=runs.environment(),
     )
     os.close(theirs)
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
@@ -47,7 +50,8 @@ def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
 
 def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        ["nohup", *runs.command("run", runs.write_small(tmp_path), *QUICK)],
+        ["nohup", *torchless("run", runs.write_small(tmp_path), *QUICK)],
+        env=runs.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,8 +67,8 @@ def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Pa
 
 
 def test_run_without_standard_streams_finishes(tmp_path: Path) -> None:
-    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
-    assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=240).returncode == 0
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *torchless("run", runs.write_small(tmp_path), *QUICK)]
+    assert subprocess.run(words, env=runs.environment(), timeout=240).returncode == 0
     assert saved(tmp_path)
 
 
@@ -78,9 +82,11 @@ def test_game_without_a_human_to_play_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_unwritable_summary_is_reported_with_the_run_directory(tmp_path: Path) -> None:
-    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
+    words = torchless("run", runs.write_small(tmp_path), *QUICK)
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+        ended = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, env=runs.environment(), text=True, timeout=240
+        )
     assert ended.returncode == 1
     assert str(runs.run_directory(tmp_path)) in ended.stderr
     assert saved(tmp_path)

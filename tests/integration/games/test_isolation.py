@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,33 +15,28 @@ import msgspec
 import psutil
 import pytest
 
+from unstable_lite.config import Config
 from unstable_lite.errors import EnvError
 from unstable_lite.games import env_pool
 from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process, opened_env_pool
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
+SET_ORDER_ENV = "fakes.set_order_env:WordNim-v0"
 NUMPY_ENV = "fakes.numpy_env:NumpyNim-v0"
 DRAWING = [
-    ("openspiel:leduc_poker", 2),
-    ("KuhnPoker-v0-train", 2),
-    ("LiarsDice-v0-small-train", 3),
-    ("2048-v0-ultra-easy-train", 1),
-]
+    ("openspiel:leduc_poker", 2), ("KuhnPoker-v0-train", 2), ("LiarsDice-v0-small-train", 3),
+    ("2048-v0-ultra-easy-train", 1), ("Taboo-v0-animals-train", 4),
+]  # fmt: skip
 
 
 def game(env_id: str, num_players: int, seed: int, isolated: bool | None = True) -> GameSpec:
-    return GameSpec(
-        game_idx=seed,
-        kind="train",
-        env_id=env_id,
-        num_players=num_players,
-        seed=seed,
-        agent_specs=(),
-        max_turns=200,
-        isolated=isolated,
+    spec = GameSpec(
+        game_idx=seed, kind="train", env_id=env_id, num_players=num_players, seed=seed, agent_specs=(), max_turns=200
     )
+    return msgspec.structs.replace(spec, isolated=isolated)
 
 
 async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) -> list[object]:
@@ -51,7 +48,7 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
         words = ["[check]", "[bet]", "[call]", "[up]", "[left]", "[Bid: 1, 3]", f"[{noise.randrange(4)} 1]"]
         await asyncio.sleep(pause_s)
         turn = await environment.advance(noise.choice(words))
-        seen.append((environment.was_invalid, environment.has_teams))
+        seen.append((environment.was_invalid, environment.teams, environment.eliminated))
         if turn is None:
             seen.append(environment.close())
             break
@@ -89,6 +86,23 @@ async def test_env_process_gets_only_the_key_of_the_model_that_it_uses(
         given = {name: value for name, value in child.environ().items() if name.endswith("_API_KEY")}
         assert given == {"OPENROUTER_API_KEY": "the OPENROUTER_API_KEY"}
     environment.drop()
+
+
+async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(environments: EnvPool) -> None:
+    assert not is_isolated("fakes.numpy_env:NumpyNim-v0", 2)
+    seen = [(await environments.make(game(SET_ORDER_ENV, 2, seed, isolated=None))).observe() for seed in range(4)]
+    code = "from fakes.set_order_env import *; from unstable_lite.games.environments import Environment\n"
+    code += f"print([Environment({SET_ORDER_ENV!r}, 2, seed).observe() for seed in range(4)])"
+    path = os.pathsep.join(sys.path)
+    shown = []
+    for seed in ("0", "3"):
+        given = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        shown.append(subprocess.check_output([sys.executable, "-c", code], env=given, text=True).strip())
+    assert [str(seen) == one for one in shown] == [True, False]
+    rows = make_plan(
+        Config.model_validate({"train_envs": [{"env_id": SET_ORDER_ENV, "num_players": 2, "num_actors": 2}]})
+    ).describe()
+    assert [SET_ORDER_ENV in text and "55 MB" in text for name, text in rows if name == "hash seed"] == [True]
 
 
 async def test_game_is_the_same_in_a_separate_process(environments: EnvPool) -> None:
@@ -151,16 +165,16 @@ async def test_process_that_dies_after_its_answer_voids_no_game(environments: En
 
 
 @pytest.mark.parametrize(
-    ("move", "says"),
+    ("move", "says", "reason"),
     [
-        ("[9 1]", r"run\.env_timeout_s = 2\b.*killed"),
-        ("[9 2]", r"Nim-v0-train: .*ValueError: nine piles"),
-        ("[9 3]", r"Nim-v0-train: .*was killed by SIGKILL"),
-        ("[9 4]", r"Nim-v0-train: .*ProtocolError"),
+        ("[9 1]", r"run\.env_timeout_s = 2\b.*killed", "env_timeout"),
+        ("[9 2]", r"Nim-v0-train: .*ValueError: nine piles", "env_raised"),
+        ("[9 3]", r"Nim-v0-train: .*was killed by SIGKILL", "env_died"),
+        ("[9 4]", r"Nim-v0-train: .*ProtocolError", "env_died"),
     ],
 )
-async def test_failing_call_voids_only_its_own_game(
-    environments: EnvPool, move: str, says: str, tmp_path: Path
+async def test_failing_call_ends_only_its_own_game(
+    environments: EnvPool, move: str, says: str, reason: str, tmp_path: Path
 ) -> None:
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
@@ -168,8 +182,9 @@ async def test_failing_call_voids_only_its_own_game(
     async with asyncio.timeout(30):
         ended = await asyncio.gather(*steps, return_exceptions=True)
     assert [isinstance(one, tuple) for one in ended] == [index != 2 for index in range(6)]
-    with pytest.raises(EnvError, match=says):
+    with pytest.raises(EnvError, match=says) as caught:
         raise ended[2]  # type: ignore[misc]
+    assert caught.value.reason == reason
     stacks = "".join(log.read_text() for log in tmp_path.glob("env-*.log"))
     assert "in odd_step" in stacks or move in ("[9 3]", "[9 4]")
     assert [await environment.advance("[0 9]") for index, environment in enumerate(made) if index != 2] == [None] * 5
@@ -185,10 +200,7 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
 
 
 async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environments: EnvPool) -> None:
-    assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [
-        True,
-        False,
-    ]
+    assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [True, False]
     assert is_isolated("Sokoban-v0-train", 1)
     await environments.make(game("Nim-v0-train", 2, 0, isolated=None))
     assert not own_children()

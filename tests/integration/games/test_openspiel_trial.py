@@ -8,10 +8,9 @@ import pytest
 
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.probing import random_positions
-from unstable_lite.games.env_catalogue import env_family, is_isolated, probe
+from unstable_lite.games.env_catalogue import TRIAL_GAMES, env_family, is_isolated, probe, trial
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.openspiel.game import OpenSpielGame
-from unstable_lite.games.trial_games import GAMES, trial_lengths
 
 KUHN = "openspiel:kuhn_poker"
 
@@ -23,8 +22,8 @@ def test_openspiel_envs_work_where_envs_are_looked_at() -> None:
     assert probe(KUHN, 2).problem is None
     assert not is_isolated(KUHN, 2)
     assert is_isolated(KUHN, 2, wanted=True)
-    assert len(trial_lengths(spec)) == GAMES
-    assert 2 <= fmean(trial_lengths(spec)) <= 3
+    assert len(trial(spec).lengths) == TRIAL_GAMES
+    assert 2 <= fmean(trial(spec).lengths) <= 3
     assert {position.turn for position in random_positions(spec, games=20)} == {0, 1, 2}
 
 

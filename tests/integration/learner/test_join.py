@@ -5,13 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unstable_lite.config import Config
 from unstable_lite.learner import load_learner
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.transport.messages import Update, Updated
@@ -19,12 +16,8 @@ from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
 
-MakeConfig = Callable[..., Config]
 
-
-async def test_rank_started_by_torchrun_joins_by_address(
-    make_config: MakeConfig, make_items: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_rank_started_by_torchrun_joins_by_address(make_config, make_items, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -63,13 +56,12 @@ async def test_rank_started_by_torchrun_joins_by_address(
         assert updated.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4)
 
 
-def test_impossible_ranks_are_refused_before_start(make_config: MakeConfig) -> None:
+def test_impossible_ranks_are_refused_before_start(make_config):
     def problems(**learner: Any) -> str:
         return "\n".join(find_problems(make_config(learner=learner)))
 
-    assert "shard_base" in problems(shard_base=True)
     assert "rendezvous" in problems(remote_ranks=1)
     assert "HOST:PORT" in problems(remote_ranks=1, rendezvous="here")
     assert "batch_size = 1" in problems(devices=["cpu"] * 3, batch_size=1)
     assert "devices" in problems(devices=["cpu", 0])
-    assert not problems(devices=["cpu", "cpu"], shard_base=True)
+    assert not problems(devices=["cpu", "cpu"])

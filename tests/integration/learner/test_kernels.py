@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 """The environment with Triton, where .ci/run installs liger-kernel."""
 
 
-def test_fused_kernels_give_the_same_log_probabilities_and_gradients(model_path: Path, tmp_path: Path) -> None:
+def test_fused_kernels_give_the_same_log_probabilities_and_gradients(model_path, tmp_path):
     tensors, computed_by = {}, {}
     for kernels in ("torch", "liger"):
         output = tmp_path / kernels
@@ -37,7 +37,7 @@ def test_fused_kernels_give_the_same_log_probabilities_and_gradients(model_path:
         assert tensors["liger"][name].sub(expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_model_without_fused_kernels_is_refused(tmp_path: Path) -> None:
+def test_model_without_fused_kernels_is_refused(tmp_path):
     shape = transformers.GPTNeoXConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )

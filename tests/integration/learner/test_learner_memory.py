@@ -21,9 +21,6 @@ from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
 
-MakeLearner = Callable[..., Any]
-MakeItems = Callable[..., Any]
-
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
 TOO_MUCH = 1 << 60
 """Number of bytes beyond any allocator."""
@@ -49,10 +46,23 @@ def update(tmp_path: Path, items: Any, version: int = 1) -> Update:
     return Update(request_id=version, items=tuple(items), version=version, path=str(tmp_path / f"v{version}"))
 
 
+def updated(one: worker._Worker, message: Update) -> Updated:
+    reply = update_and_save(one, message)
+    assert isinstance(reply, Updated), reply
+    return reply
+
+
+def worker_of(learner: Any, place: Path) -> worker._Worker:
+    """Return a worker for updates in its own directory, with a fixed random state."""
+    place.mkdir(exist_ok=True)
+    torch.manual_seed(7)
+    return worker._Worker(learner, learner.config)
+
+
 @pytest.mark.parametrize(("algorithm", "num_before"), [("ppo", 0), *((algorithm, 1) for algorithm in ALGORITHMS)])
 def test_update_after_oom_equals_one_with_smaller_micro_batches(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str, num_before: int
-) -> None:
+    make_learner, make_items, tmp_path, algorithm, num_before
+):
     """Dropout and shuffling draw the same numbers again, so that the result is equal bit for bit."""
     items = make_items(8, turns=2)
     longest = max(map(length, items))
@@ -62,32 +72,24 @@ def test_update_after_oom_equals_one_with_smaller_micro_batches(
     modest = make_learner(algorithm, learner=steps | {"max_tokens_per_micro_batch": 4 * longest}, **settings)
     replies = []
     for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
-        place.mkdir()
-        one = worker._Worker(learner, learner.config)
-        torch.manual_seed(7)
+        one = worker_of(learner, place)
         for version in range(1, num_before + 1):
             learner.policy.max_tokens_per_micro_batch = 4 * longest
-            update_and_save(one, update(place, items, version))
+            updated(one, update(place, items, version))
         if learner is starved:
             learner.policy.max_tokens_per_micro_batch = 16384
             starve(learner, lambda size: size > 4 * longest)
-        replies.append(update_and_save(one, update(place, items, num_before + 1)))
+        replies.append(updated(one, update(place, items, num_before + 1)))
     starved_reply, expected = replies
-    assert isinstance(starved_reply, Updated)
-    assert isinstance(expected, Updated)
     assert is_equal(snapshot(starved), snapshot(modest))
     assert (starved_reply.metrics["oom_retries"], expected.metrics["oom_retries"]) == (1, 0)
     assert starved_reply.metrics["max_tokens_per_micro_batch"] == 4 * longest
-    apart = ("oom_retries", "seconds", "tokens_per_s")
-    assert {k: v for k, v in starved_reply.metrics.items() if k not in apart} == {
-        k: v for k, v in expected.metrics.items() if k not in apart
-    }
+    apart = dict.fromkeys(("oom_retries", "seconds", "tokens_per_s"), 0)
+    assert starved_reply.metrics | apart == expected.metrics | apart
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_oom_within_an_optimizer_step_is_rolled_back(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
-) -> None:
+def test_oom_within_an_optimizer_step_is_rolled_back(make_learner, make_items, tmp_path, algorithm):
     items = make_items(8, turns=2)
     starved, modest = (make_learner(algorithm) for _ in range(2))
     is_too_much = once(lambda _: True)
@@ -98,18 +100,13 @@ def test_oom_within_an_optimizer_step_is_rolled_back(
 
     starved.training.optimizer.register_step_post_hook(allocate)  # after parameters and moments have changed
     for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
-        place.mkdir()
-        torch.manual_seed(7)
-        reply = update_and_save(worker._Worker(learner, learner.config), update(place, items))
-        assert isinstance(reply, Updated)
+        updated(worker_of(learner, place), update(place, items))
         modest.policy.max_tokens_per_micro_batch = starved.policy.max_tokens_per_micro_batch
     assert is_equal(snapshot(starved), snapshot(modest))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_skipped_update_leaves_the_learner_as_its_saved_state(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
-) -> None:
+def test_skipped_update_leaves_the_learner_as_its_saved_state(make_learner, make_items, tmp_path, algorithm):
     """Dropout, shuffling and the memory of earlier returns continue as if the batch had not been there."""
     items = make_items(8, turns=2)
     poisoned = [replace(item, reward=float("nan")) for item in items]
@@ -118,20 +115,15 @@ def test_skipped_update_leaves_the_learner_as_its_saved_state(
         (learners[0], tmp_path / "skipped", (items, poisoned, items)),
         (learners[1], tmp_path / "clean", (items, items)),
     ):
-        place.mkdir()
-        one = worker._Worker(learner, learner.config)
-        torch.manual_seed(7)
+        one = worker_of(learner, place)
         for each in batches:
-            reply = update_and_save(one, update(place, each, learner.training.version + 1))
-            assert isinstance(reply, Updated)
+            reply = updated(one, update(place, each, learner.training.version + 1))
             assert (reply.skipped is not None) == (each is poisoned)
     assert is_equal(*map(snapshot, learners))
     assert learners[0].training.spread.state_dict() == learners[1].training.spread.state_dict()
 
 
-def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
-) -> None:
+def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(make_learner, make_items, tmp_path):
     """The size of its training micro-batches does not matter."""
     learner, items = make_learner("a2c", learner={"mini_batch_size": 1}), make_items(8, turns=2)
     most = 3 * max(map(length, items))
@@ -141,55 +133,43 @@ def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
             torch.empty(TOO_MUCH)
 
     learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
-    reply = update_and_save(worker._Worker(learner, learner.config), update(tmp_path, items))
-    assert isinstance(reply, Updated), reply
-    assert reply.metrics["oom_retries"] >= 1
+    assert updated(worker_of(learner, tmp_path), update(tmp_path, items)).metrics["oom_retries"] >= 1
 
 
-def test_reduced_batch_size_is_kept_for_later_updates_and_restarts(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
-) -> None:
+def test_reduced_batch_size_is_kept_for_later_updates_and_restarts(make_learner, make_items, tmp_path):
     learner, successor = (make_learner() for _ in range(2))
     items = make_items(8)
     starve(learner, lambda size: size > 60)
-    one = worker._Worker(learner, learner.config)
-    first, second = (update_and_save(one, update(tmp_path, items, version)) for version in (1, 2))
-    assert isinstance(first, Updated)
-    assert isinstance(second, Updated)
+    one = worker_of(learner, tmp_path)
+    first, second = (updated(one, update(tmp_path, items, version)) for version in (1, 2))
     tokens = first.metrics["max_tokens_per_micro_batch"]
     assert first.metrics["oom_retries"] >= 1
     assert second.metrics["oom_retries"] == first.metrics["oom_retries"], "it must not run out again"
-    another = worker._Worker(successor, successor.config)
+    another = worker_of(successor, tmp_path)
     another.answer(LoadLearner(request_id=9, path=str(tmp_path / "v2.state")))
-    third = update_and_save(another, update(tmp_path, items, 3))
-    assert isinstance(third, Updated)
+    third = updated(another, update(tmp_path, items, 3))
     assert third.metrics["max_tokens_per_micro_batch"] == tokens
     assert third.metrics["oom_retries"] == first.metrics["oom_retries"]
 
 
-def test_halved_micro_batches_grow_again_and_halve_again(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halved_micro_batches_grow_again_and_halve_again(make_learner, make_items, tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "GROW_EVERY", 3)
     learner, items = make_learner(learner={"max_tokens_per_micro_batch": 200}), make_items(8)
     most = 60
     starve(learner, lambda size: size > most)
-    one, metrics = worker._Worker(learner, learner.config), []
+    one, metrics = worker_of(learner, tmp_path), []
     for version in range(1, 13):
         if version == 7:
             most = 200  # there is more memory
-        reply = update_and_save(one, update(tmp_path, items, version))
-        assert isinstance(reply, Updated)
-        metrics.append((reply.metrics["oom_retries"], reply.metrics["max_tokens_per_micro_batch"]))
+        reply = updated(one, update(tmp_path, items, version)).metrics
+        metrics.append((reply["oom_retries"], reply["max_tokens_per_micro_batch"]))
     (retries, tokens), *_ = metrics
     assert metrics[:6] == [(retries, tokens)] * 2 + [(retries + 1, tokens)] * 3 + [(retries + 2, tokens)]
     assert metrics[6:8] == [(retries + 2, tokens)] * 2
     assert metrics[8:] == [(retries + 2, 2 * tokens)] * 3 + [(retries + 2, min(200, 4 * tokens))]
 
 
-def test_single_sequence_that_does_not_fit_fails_with_advice(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
-) -> None:
+def test_single_sequence_that_does_not_fit_fails_with_advice(make_learner, make_items, tmp_path):
     learner, items = make_learner(), make_items(8)
     starve(learner, lambda size: True)
     before = snapshot(learner)
@@ -200,7 +180,18 @@ def test_single_sequence_that_does_not_fit_fails_with_advice(
     assert is_equal(before, snapshot(learner))
 
 
-def test_other_errors_are_not_taken_for_oom(make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path) -> None:
+def test_memory_that_runs_out_after_a_step_leaves_the_learner_as_it_was(make_learner, make_items, tmp_path):
+    learner, items = make_learner("ppo"), make_items(8)
+    steps: list[None] = []
+    learner.training.optimizer.register_step_post_hook(lambda *_: steps.append(None))
+    starve(learner, lambda size: bool(steps))
+    before = snapshot(learner)
+    reply = update_and_save(worker._Worker(learner, learner.config), update(tmp_path, items))
+    assert isinstance(reply, Failed) and steps
+    assert is_equal(before, snapshot(learner))
+
+
+def test_other_errors_are_not_taken_for_oom(make_learner, make_items, tmp_path):
     learner = make_learner()
 
     def fail(*_: object) -> None:
@@ -231,9 +222,7 @@ async def starved_process(tmp_path: Path, make_config: Callable[..., Config]) ->
 
 
 @pytest.mark.nightly
-async def test_learner_within_a_system_limit_finds_a_fitting_size(
-    starved_process: WorkerProcess, make_items: MakeItems, tmp_path: Path
-) -> None:
+async def test_learner_within_a_system_limit_finds_a_fitting_size(starved_process, make_items, tmp_path):
     """RLIMIT_AS leaves the process less than the whole batch at once would take."""
     items = [replace(item, prompt_ids=np.resize(item.prompt_ids, 200)) for item in make_items(256)]
     message = update(tmp_path, items)

@@ -13,17 +13,10 @@ import safetensors.torch
 import torch
 
 from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError, RequestError, WorkerDied
+from unstable_lite.errors import AdapterError, ConfigError, RequestError, WorkerDied
 from unstable_lite.learner import UpdateResult, load_learner, worker
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
-from unstable_lite.transport.messages import (
-    Failed,
-    SaveLearner,
-    Score,
-    Scored,
-    Update,
-    Updated,
-)
+from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -60,9 +53,7 @@ def unfinished(directory: Path) -> list[Path]:
     return list(directory.glob(".*unfinished"))
 
 
-async def test_learner_updates_writes_scores_saves_and_stops(
-    start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_learner_updates_writes_scores_saves_and_stops(start, make_config, make_items, tmp_path):
     process = await start(make_config())
     channel = process.channel
     info = await asyncio.wait_for(asyncio.shield(channel.ready), TIMEOUT_S)
@@ -104,9 +95,7 @@ async def test_learner_updates_writes_scores_saves_and_stops(
         assert ours.base == pytest.approx(theirs.base, abs=1e-5)
 
 
-def test_metrics_of_a_custom_algorithm_become_plain_numbers(
-    make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_metrics_of_a_custom_algorithm_become_plain_numbers(make_learner, make_items, tmp_path):
     learner = make_learner()
     result = learner.update(make_items(), 1)
     learner.update = lambda _items, _version: replace(result, metrics={"mine": torch.tensor(3.0), "n": 2})
@@ -123,7 +112,7 @@ class WithOptions(REINFORCELearner):
         self.made_with = clip_high, name
 
 
-def test_custom_algorithm_is_made_with_its_options(make_config: Callable[..., Config]) -> None:
+def test_custom_algorithm_is_made_with_its_options(make_config):
     own = f"{__name__}:WithOptions"
 
     def made_with(**options: object) -> object:
@@ -149,9 +138,7 @@ def test_custom_algorithm_is_made_with_its_options(make_config: Callable[..., Co
         (UpdateResult(metrics=NON_NUMERIC, skipped=None), "'mine' is 'three'"),
     ],
 )
-def test_invalid_update_result_is_reported_with_the_algorithm(
-    make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path, result: Any, says: str
-) -> None:
+def test_invalid_update_result_is_reported_with_the_algorithm(make_learner, make_items, tmp_path, result, says):
     learner = make_learner()
     learner.update = lambda _items, _version: result
     update = Update(request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"))
@@ -159,9 +146,7 @@ def test_invalid_update_result_is_reported_with_the_algorithm(
         worker._Worker(learner, learner.config).answer(update)
 
 
-def test_oversized_score_request_is_scored_in_parts(
-    make_learner: Callable[..., Any], make_items: Callable[..., Any]
-) -> None:
+def test_oversized_score_request_is_scored_in_parts(make_learner, make_items):
     learner = make_learner()
     items = tuple(make_items(8))
     expected = learner.policy.score(items)
@@ -180,9 +165,7 @@ def test_oversized_score_request_is_scored_in_parts(
         assert answered.adapter == pytest.approx(scored.adapter, abs=1e-5)
 
 
-def test_oom_elsewhere_fails_the_request_with_advice(
-    make_learner: Callable[..., Any], make_items: Callable[..., Any]
-) -> None:
+def test_oom_elsewhere_fails_the_request_with_advice(make_learner, make_items):
     learner = make_learner()
 
     def allocate(*_: object) -> None:
@@ -195,28 +178,15 @@ def test_oom_elsewhere_fails_the_request_with_advice(
     assert "learner.max_train_len" in reply.error
 
 
-async def test_unwritable_adapter_ends_the_learner_with_the_reason(
-    start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
-) -> None:
-    process = await start(make_config())
-    await asyncio.wait_for(asyncio.shield(process.channel.ready), TIMEOUT_S)
+def test_unwritable_adapter_ends_the_learner_with_the_reason(make_learner, make_items, tmp_path):
+    learner = make_learner()
     (tmp_path / "file").write_text("in the way")
-    update = process.channel.ask(
-        Update,
-        TIMEOUT_S,
-        items=tuple(make_items(2)),
-        version=1,
-        path=str(tmp_path / "file" / "v1"),
-    )
-    with pytest.raises(WorkerDied, match=r"file/v1: Not a directory"):
-        await process.watch()
-    with pytest.raises(WorkerDied):
-        await update
+    update = Update(request_id=1, items=tuple(make_items(2)), version=1, path=str(tmp_path / "file" / "v1"))
+    with pytest.raises(AdapterError, match=r"file/v1: Not a directory"):
+        worker._Worker(learner, learner.config).answer(update)
 
 
-async def test_missing_model_crashes_the_learner_with_a_clear_message(
-    start: Start, make_config: Callable[..., Config], tmp_path: Path
-) -> None:
+async def test_missing_model_crashes_the_learner_with_a_clear_message(start, make_config, tmp_path):
     process = await start(make_config().model_copy(update={"model_name": str(tmp_path / "no-model")}))
     with pytest.raises(WorkerDied, match=r"ModelError: .*no-model.*config\.json"):
         await process.watch()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "a2c", "ppo", "grpo"])
-def test_update_on_a_gpu_equals_that_on_the_cpu(make_config: Any, make_items: Any, algorithm: str) -> None:
+def test_update_on_a_gpu_equals_that_on_the_cpu(make_config, make_items, algorithm):
     config, after = make_config(algorithm, learner={"max_tokens_per_micro_batch": 64}), {}
     for device in ("cpu", "cuda:0"):
         learner, items = load_learner(config, device), make_items()
@@ -28,7 +25,7 @@ def test_update_on_a_gpu_equals_that_on_the_cpu(make_config: Any, make_items: An
     assert (error > 2e-4).float().mean() < 0.01
 
 
-def test_learner_takes_no_more_than_its_share_of_memory(make_config: Any) -> None:
+def test_learner_takes_no_more_than_its_share_of_memory(make_config):
     config, device = make_config(learner={"gpu_memory_utilization": 0.05}), torch.device("cuda:0")
     worker.make_worker(config, "cuda:0")
     try:
@@ -39,9 +36,8 @@ def test_learner_takes_no_more_than_its_share_of_memory(make_config: Any) -> Non
 
 
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
-def test_two_gpus_train_as_two_ranks(tmp_path: Path, is_sharded: bool) -> None:
-    ranks = ("learner.devices=[0,1]", "engine.devices=[0]", f"learner.shard_base={str(is_sharded).lower()}")
+def test_two_gpus_train_as_two_ranks(tmp_path):
+    ranks = ("learner.devices=[0,1]", "engine.devices=[0]")
     code, out, err = runs.run("run", runs.write_small(tmp_path), *ranks)
     assert code == 0, out + err
     assert runs.num_updates(tmp_path) == 3

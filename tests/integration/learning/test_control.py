@@ -98,9 +98,7 @@ def true_values(probability_2V: np.ndarray) -> list[float]:
         ("ppo", {"gae_lambda": 0.9, "ppo_epochs": 3, "ppo_minibatches": 2}, 25),
     ],
 )
-def test_policy_and_critic_converge_to_the_known_values(
-    tmp_path: Path, algorithm: str, settings: dict[str, Any], num_updates: int
-) -> None:
+def test_policy_and_critic_converge_to_the_known_values(tmp_path, algorithm, settings, num_updates):
     learner, rng = make_learner(tmp_path, algorithm, **settings), np.random.default_rng(0)
     assert true_values(distributions(learner))[0] < 0.4
     for version in range(1, num_updates + 1):

@@ -13,27 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from test_control import PROMPTS, VOCAB, distributions, make_learner
 
+from fakes.step_contexts import CONTEXT
 from unstable_lite.config import Config
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
-from unstable_lite.types import (
-    AgentSpec,
-    GameRecord,
-    GameSpec,
-    Generation,
-    ModelRef,
-    Opponent,
-    PlayerTrajectory,
-    Step,
-    StepContext,
-)
+from unstable_lite.planning.defaults import resolve_defaults
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, Opponent, PlayerTrajectory, Step
 
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo", "rloo"]
 ENV, GROUP_SIZE, GAMES = "Nim-v0-train", 8, 64
 MODEL = ModelRef(uid="current", kind="checkpoint", adapter_version=0)
+AGENTS = tuple(
+    AgentSpec(pid=pid, model=MODEL, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
+    for pid in (0, 1)
+)
 Reward = Callable[[int, int, random.Random], float]
 """Final reward as a function of a seat and its token."""
 
@@ -70,67 +66,30 @@ class NullRun:
         return metrics
 
     def _play(self, probability_2V: np.ndarray) -> GameRecord:
-        agents = tuple(
-            AgentSpec(pid=pid, model=MODEL, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
-            for pid in (0, 1)
-        )
-        group_idx = self._num_games // GROUP_SIZE
-        spec = GameSpec(
-            game_idx=self._num_games,
-            kind="train",
-            env_id=ENV,
-            num_players=2,
-            seed=0,
-            agent_specs=agents,
-            max_turns=2,
-            group_idx=group_idx,
-        )
+        place = {"env_id": ENV, "game_idx": self._num_games}
+        group = {"group_idx": self._num_games // GROUP_SIZE}
         self._num_games += 1
-        trajectories = [self._trajectory(pid, spec, probability_2V[pid]) for pid in (0, 1)]
+        trajectories = []
+        for pid in (0, 1):
+            token = self._rng.choices(range(VOCAB), probability_2V[pid])[0]
+            reward = self._reward(pid, token, self._rng)
+            generation = Generation(
+                prompt_ids=PROMPTS[pid],
+                completion_ids=np.array([token], np.int32),
+                logprobs=np.log(probability_2V[pid, [token]]).astype(np.float32),
+                text="",
+                finish_reason="stop",
+                adapter_version=self._version,
+            )
+            rival = (Opponent(pid=1 - pid, uid=MODEL.uid, kind="mirror"),)
+            context = structs.replace(CONTEXT, pid=pid, opponents=rival, final_reward=reward, **place, **group)
+            feedback = {"correct_answer_format": True, "invalid_move": False}
+            of_turn = {"obs": "", "act": "", "reward": 0.0, "generation": generation, "format_feedback": feedback}
+            step = Step(pid=pid, env_id=ENV, context=context, **of_turn)
+            trajectories.append(PlayerTrajectory(pid=pid, model=MODEL, steps=[step], final_reward=reward, **place))
+        spec = GameSpec(kind="train", num_players=2, seed=0, agent_specs=AGENTS, max_turns=2, **place, **group)
         rewards = {trajectory.pid: trajectory.final_reward for trajectory in trajectories}
         return GameRecord(spec=spec, turns=[], trajectories=trajectories, rewards=rewards, outcomes={}, end="natural")
-
-    def _trajectory(self, pid: int, spec: GameSpec, probability_V: np.ndarray) -> PlayerTrajectory:
-        token = self._rng.choices(range(VOCAB), probability_V)[0]
-        reward = self._reward(pid, token, self._rng)
-        generation = Generation(
-            prompt_ids=PROMPTS[pid],
-            completion_ids=np.array([token], np.int32),
-            logprobs=np.log(probability_V[[token]]).astype(np.float32),
-            text="",
-            finish_reason="stop",
-            adapter_version=self._version,
-        )
-        context = StepContext(
-            env_id=ENV,
-            game_idx=spec.game_idx,
-            group_idx=spec.group_idx,
-            pid=pid,
-            opponents=(Opponent(pid=1 - pid, uid=MODEL.uid, kind="mirror"),),
-            turn=pid,
-            player_turn=0,
-            num_turns=2,
-            num_player_turns=1,
-            final_reward=reward,
-            outcome="na",
-            end="natural",
-            is_invalid=False,
-            is_cut_off=False,
-            format_ok=True,
-        )
-        step = Step(
-            pid=pid,
-            obs="",
-            act="",
-            reward=0.0,
-            env_id=ENV,
-            generation=generation,
-            format_feedback={"correct_answer_format": True, "invalid_move": False},
-            context=context,
-        )
-        return PlayerTrajectory(
-            pid=pid, env_id=ENV, game_idx=spec.game_idx, model=MODEL, steps=[step], final_reward=reward
-        )
 
 
 def first_seat_wins(pid: int, token: int, rng: random.Random) -> float:
@@ -159,7 +118,7 @@ def kl(to_2V: np.ndarray, start_2V: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_nothing_changes_if_all_results_of_a_seat_are_equal(tmp_path: Path, algorithm: str) -> None:
+async def test_nothing_changes_if_all_results_of_a_seat_are_equal(tmp_path, algorithm):
     """Earlier updates make momentum, which must not continue."""
     run = NullRun(tmp_path, algorithm, even_token_wins)
     for _ in range(2):
@@ -167,22 +126,19 @@ async def test_nothing_changes_if_all_results_of_a_seat_are_equal(tmp_path: Path
     run._reward = first_seat_wins
     await run.update()  # some result may still differ from the previous one
     before = policy_state(run.learner)
-    critic = (
-        [p.detach().clone() for p in run.learner.training.critic.parameters.values()]
-        if algorithm in ("a2c", "ppo")
-        else []
-    )
+    own = run.learner.training.critic.parameters.values() if algorithm in ("a2c", "ppo") else ()
+    critic = [parameter.detach().clone() for parameter in own]
     for _ in range(3):
         assert (await run.update())["zero_advantage"] == 1
     after = policy_state(run.learner)
     assert len(before) == len(after) > len(run.learner.policy.parameters)
     assert all(map(torch.equal, before, after))
     if critic:
-        assert not all(map(torch.equal, critic, run.learner.training.critic.parameters.values()))
+        assert not all(map(torch.equal, critic, own))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_kl_penalty_still_acts_if_all_results_are_equal(tmp_path: Path, algorithm: str) -> None:
+async def test_kl_penalty_still_acts_if_all_results_are_equal(tmp_path, algorithm):
     run = NullRun(tmp_path, algorithm, even_token_wins, kl_coefficient=0.1)
     for _ in range(5):
         await run.update()
@@ -197,9 +153,7 @@ async def test_kl_penalty_still_acts_if_all_results_are_equal(tmp_path: Path, al
     "algorithm",
     [pytest.param(name, marks=pytest.mark.nightly if name in ("ppo", "a2c") else ()) for name in ALGORITHMS],
 )
-async def test_random_rewards_move_the_policy_little_and_without_direction(
-    tmp_path_factory: pytest.TempPathFactory, algorithm: str
-) -> None:
+async def test_random_rewards_move_the_policy_little_and_without_direction(tmp_path_factory, algorithm):
     """True rewards at this learning rate do not reach their largest KL, ln 2, within the updates.
 
     `grpo` and `ppo` make four steps per update. At the learning rate of the others, true rewards reach ln 2 and random

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fakes import runs
-from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.errors import ModelError
 from unstable_lite.models import chat_template, gguf_cache, resolve_model
+from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.planning.memory import shape_of
 
 WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
@@ -200,6 +201,34 @@ def test_truncated_file_gives_one_message(whole_file: Path, cache: Path, tmp_pat
     content = whole_file.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ModelError, match=r"cut\.gguf"):
+        resolve_model(str(path))
+    assert left_in(cache) == []
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "num_keys", "rest"),
+    [
+        (0, 1, _string("k") + struct.pack("<IIQ", 9, 8, 1 << 40)),
+        (0, 1, _string("k") + struct.pack("<IIQ", 9, 4, 1 << 62)),
+        (0, 1, _string("k") + struct.pack("<IQ", 8, 1 << 63)),
+        (0, 1, _string("k") + struct.pack("<IIQIQ", 9, 9, 1 << 40, 9, 1 << 40)),
+        (0, 1, struct.pack("<Q", 1 << 50)),
+        (0, 1, _string("k") + struct.pack("<I", 77)),
+        (0, 1 << 40, b""),
+        (1 << 40, 0, b""),
+        (1, 0, _string("t") + struct.pack("<I", (1 << 32) - 1)),
+    ],
+    ids=["strings", "numbers", "text", "arrays", "key", "unknown type", "keys", "tensors", "dimensions"],
+)
+def test_declared_lengths_beyond_the_file_are_refused_at_once(
+    cache: Path, tmp_path: Path, num_tensors: int, num_keys: int, rest: bytes
+) -> None:
+    (path := tmp_path / "endless.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_keys) + rest)
+    with pytest.raises(ModelError, match=r"endless\.gguf is damaged"):
         resolve_model(str(path))
     assert left_in(cache) == []
 

@@ -20,8 +20,7 @@ from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.evaluation.probing import probe, random_positions
 from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.players.greedy import greedy_actions
-from unstable_lite.games.players.optimal import optimal_actions
+from unstable_lite.games.players.lookahead import greedy_actions, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.models import resolve_model
 

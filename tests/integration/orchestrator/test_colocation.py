@@ -15,16 +15,15 @@ import pytest
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import RequestError, WorkerDied
-from unstable_lite.orchestrator.colocation import Colocation
 from unstable_lite.orchestrator.supervisor import Supervisor
-from unstable_lite.orchestrator.workers import EngineWorkers, started_engines
+from unstable_lite.orchestrator.workers import Colocation, Workers, started_engines
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.rpc import WorkerState
 
 
 @dataclass
 class Shared:
-    workers: EngineWorkers
+    workers: Workers
     turns: Colocation
     supervisors: list[Supervisor]
 
@@ -41,11 +40,16 @@ class Shared:
         os.kill(self.workers.processes[0].pid, signal.SIGKILL)
 
 
+@pytest.fixture(autouse=True)
+def _restarts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstable_lite.orchestrator.supervisor.BACKOFF_S", 0.0)
+
+
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     config = Config.model_validate(
         {
-            "run": {"restart_backoff_s": 0.0, "output_dir": tmp_path},
+            "run": {"output_dir": tmp_path},
             "engine": {"kind": "scripted", "when_shared": "sleep", "devices": ["cpu", "cpu"]},
             "learner": {"devices": ["cpu"]},
             "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],

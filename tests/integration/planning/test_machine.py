@@ -1,4 +1,4 @@
-"""`check` names what this machine lacks for a config, before anything starts."""
+"""`check` names what this machine lacks for a config, and envs that do not start, before anything starts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 from fakes import gpus, runs
 from unstable_lite.config import Config
+from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning import machine
 from unstable_lite.planning.plan import Plan, make_plan
+from unstable_lite.planning.validation import find_problems
 
 ENV = '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
 
@@ -70,3 +72,34 @@ def test_ranks_on_gpus_without_shared_memory_are_refused(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"/sys has 0 MB.*--shm-size=1g"):
         make_plan(config(engine={"devices": (2,)}, learner={"devices": (0, 1)}))
     make_plan(config(engine={"devices": (2,)}, learner={"devices": (0,)}))
+
+
+KUHN, NIM = "openspiel:kuhn_poker", "Nim-v0-train"
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"num_players": 5}, "num_players = 5"),
+        ({"env_id": "None-v0"}, "None-v0"),
+        ({"env_kwargs": {"pile": 3}}, "pile"),
+        ({"env_id": "questions:nowhere.jsonl", "num_players": 1}, "nowhere.jsonl"),
+        ({"env_id": "openspiel:nowhere"}, "nowhere"),
+    ],
+)
+def test_env_that_does_not_start_is_reported_as_without_branching(env: dict[str, Any], says: str) -> None:
+    of, _ = parse_config(
+        {
+            "algorithm": "rloo",
+            "run": {"group_size": 4},
+            "branching": {"share": 0.5},
+            "train_envs": [
+                {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | env,
+                {"env_id": KUHN, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"},
+            ],
+        }
+    )
+    assert of is not None
+    found = find_problems(of)
+    assert any(says in problem for problem in found)
+    assert not any("branching" in problem for problem in found)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bench.allocations import peak_bytes
+from bench.models import peak_bytes
 from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
-from unstable_lite.learner import batching
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching
 from unstable_lite.learner.model import Policy
 from unstable_lite.planning import memory
 from unstable_lite.types import TrainItem
@@ -52,13 +52,16 @@ def config_of(directory: Path, **learner: Any) -> Config:
     ("shape", "layers", "vocab_size"), [(WIDE, 3, 400), (DEEP, 8, 400), (DEEP, 2, 30_000)], ids=["wide", "deep", "head"]
 )
 def test_computed_memory_of_an_update_matches_the_allocated(
-    tmp_path: Path, dtype: str, is_checkpointed: bool, shape: dict[str, int], layers: int, vocab_size: int
+    tmp_path: Path,
+    dtype: str,
+    is_checkpointed: bool,
+    shape: dict[str, int],
+    layers: int,
+    vocab_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learner = {
-        "dtype": dtype,
-        "activation_checkpointing": is_checkpointed,
-        "logits_chunk_tokens": 256,
-    }
+    monkeypatch.setitem(LOGITS_CHUNK_TOKENS, False, 256)
+    learner = {"dtype": dtype, "activation_checkpointing": is_checkpointed}
     policy = make_policy(tmp_path, shape, layers, vocab_size, **learner)
     ids = np.arange(600, dtype=np.int32) % 400
     item = TrainItem(
@@ -79,7 +82,7 @@ def test_computed_memory_of_an_update_matches_the_allocated(
     config = config_of(tmp_path, **learner)
     found = memory.shape_of(str(tmp_path))
     assert found is not None
-    computed = memory.learner_memory(found, config.learner, config.lora)
+    computed = memory.learner_memory(found, config.learner, config.lora, is_on_gpu=False)
     activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
     assert activations == pytest.approx(peak_bytes(update), rel=0.2)
 
@@ -154,37 +157,6 @@ def test_larger_logits_chunks_of_a_gpu_are_counted() -> None:
         for is_on_gpu in (True, False)
     )
     assert (on_gpu.head, on_cpu.head) == (10 * 1024 * shape.vocab_size, 10 * 128 * shape.vocab_size)
-    given = LearnerConfig(logits_chunk_tokens=7)
-    assert given.chunk_tokens(is_on_gpu=True) == given.chunk_tokens(is_on_gpu=False) == 7
-
-
-def test_sharded_base_is_divided_by_the_ranks() -> None:
-    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-14B"]
-    whole = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), num_ranks=4)
-    sharded = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig(), num_ranks=4)
-    alone = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig())
-    assert alone == whole, "a single rank has nothing to divide"
-    assert (whole.base, whole.lent) == (2 * shape.base_parameters, 0)
-    assert 4 * sharded.base == pytest.approx(whole.base, abs=4)
-    one_layer = 2 * sum(rows * columns for rows, columns in shape.linear_layers.values())
-    assert sharded.lent > 2 * shape.vocab_size * shape.hidden * 2 + one_layer
-    limit = 40 * memory.GIB
-    tokens = sharded.longest(limit)
-    assert tokens > whole.longest(limit)
-    assert sharded.total(tokens) <= limit < sharded.total(tokens + 1)
-    assert sharded.adapter == whole.adapter
-
-
-def test_check_memory_divides_a_sharded_base_by_its_ranks(tmp_path: Path) -> None:
-    ranks = 'learner.devices=["cpu", "cpu", "cpu", "cpu"]'
-    outputs = []
-    for overrides in ((ranks,), (ranks, "learner.shard_base=true")):
-        code, out, err = runs.run("check", runs.write_small(tmp_path), *overrides, "--memory", "Qwen/Qwen3-4B", "24")
-        assert (code, err) == (0, "")
-        outputs.append(out)
-    assert "7.49 GiB\n" in outputs[0] and "lent" not in outputs[0]
-    assert "1.87 GiB" in outputs[1]
-    assert "lent" in outputs[1] or "ranks" in outputs[1]
 
 
 def test_keys_and_values_are_counted_as_the_engine_stores_them() -> None:

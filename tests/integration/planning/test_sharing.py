@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -41,80 +42,75 @@ def plan(when_shared: str = "split", model: str = "Qwen/Qwen3-1.7B", **sections:
     return make_plan(Config.model_validate(raw))
 
 
-def shares(made: Plan) -> tuple[float | None, float | None]:
-    """Return the shares of GPU memory that engine and learner get."""
-    config = made.divided
-    return config.engine.gpu_memory_utilization, config.learner.gpu_memory_utilization
-
-
 def rows(made: Plan) -> dict[str, str]:
     return dict(made.describe())
 
 
-def test_auto_divides_the_memory_of_a_single_device(gpus: Any) -> None:
+TWO, FOUR = {"devices": (0, 1)}, {"devices": (0, 1, 2, 3)}
+ON_0 = {"devices": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("when_shared", "engines", "learner", "given", "of_engines", "of_learner"),
+    [
+        ("split", (0,), (0,), (None, None), [0.5], 0.45),
+        ("sleep", (0,), (0,), (None, None), [0.7], None),
+        ("split", (1,), (0,), (None, None), [0.9], None),
+        ("split", (2, 3), (2,), (None, None), [0.5, 0.9], 0.45),
+        ("sleep", (2, 3), (2,), (None, None), [0.7, 0.9], None),
+        ("split", (0, 0), (0,), (None, None), [0.25, 0.25], 0.45),
+        ("split", (0, 0), (0,), (0.3, None), [0.3, 0.3], 0.35),
+        ("split", (0, 0, 1), (0,), (None, None), [0.25, 0.25, 0.9], 0.45),
+        ("split", (1, 1), (0,), (None, None), [0.45, 0.45], None),
+        ("split", (1, 1), (0,), (0.3, None), [0.3, 0.3], None),
+        ("split", (0,), (0,), (0.3, None), [0.3], 0.65),
+        ("split", (0,), (0,), (0.3, 0.6), [0.3], 0.6),
+        ("split", (0,), (0,), (0.8, 0.2), [0.8], 0.2),
+        ("split", (0,), (0,), (0.9, 0.1), [0.9], 0.1),
+    ],
+)
+def test_engines_and_learner_get_their_shares_of_each_device(
+    gpus: Any, when_shared: str, engines: Any, learner: Any, given: Any, of_engines: list[float], of_learner: Any
+) -> None:
+    gpus(4, 80)
+    ours, theirs = ({"gpu_memory_utilization": share} for share in given)
+    made = plan(when_shared, engine={"devices": engines} | ours, learner={"devices": learner} | theirs)
+    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == of_engines
+    assert made.divided_for(made.learner_devices).learner.gpu_memory_utilization == of_learner
+
+
+def test_auto_shares_a_single_gpu_and_separates_two(gpus: Any) -> None:
+    for count, devices in ((1, ((0,), (0,), [0])), (2, ((1,), (0,), []))):
+        gpus(count)
+        made = plan()
+        assert (made.engine_devices, made.learner_devices, made.shared_devices) == devices
+
+
+def test_check_shows_shares_and_which_engines_sleep(gpus: Any) -> None:
     gpus(1)
-    made = plan()
-    assert (made.engine_devices, made.learner_devices, made.shared_devices) == ((0,), (0,), [0])
-    assert shares(made) == (0.5, 0.45)
-    assert rows(made)["shared devices"].startswith("split: ")
-    assert rows(made)["memory of GPU 0"].startswith("engine 50%, learner 45% of 24.0 GiB")
-    assert rows(made)["engine memory"] == "50% of the GPU"
-
-
-def test_separate_gpus_are_not_divided(gpus: Any) -> None:
+    made = rows(plan())
+    assert made["memory of GPU 0"].startswith("engine 50%, learner 45% of 24.0 GiB")
+    assert made["engine memory"] == "50% of the GPU"
+    assert rows(plan("sleep"))["memory of GPU 0"].startswith("engine 70% of 24.0 GiB")
     gpus(2)
-    made = plan()
-    assert (made.engine_devices, made.learner_devices) == ((1,), (0,))
-    assert shares(made) == (None, None)
-    assert rows(made)["shared devices"].startswith("none: ") and "memory of GPU 0" not in rows(made)
-    assert rows(made)["engine memory"] == "90% of the GPU"
-
-
-@pytest.mark.parametrize("when_shared", ["split", "sleep"])
-def test_named_device_is_shared_even_if_there_are_more(gpus: Any, when_shared: str) -> None:
+    made = rows(plan())
+    assert made["shared devices"].startswith("none: ") and "memory of GPU 0" not in made
+    assert made["engine memory"] == "90% of the GPU"
     gpus(4)
-    made = plan(when_shared, engine={"devices": (2, 3)}, learner={"devices": (2,)})
-    assert (made.engine_devices, made.learner_devices, made.shared_devices) == ((2, 3), (2,), [2])
-    assert rows(made)["shared devices"].startswith(f"{when_shared}: ")
-
-
-FOUR = {"engine": {"devices": (0, 1, 2, 3)}, "learner": {"devices": (0, 1)}}
-
-
-def test_check_says_which_engines_sleep_and_which_always_generate(gpus: Any) -> None:
-    gpus(4)
-    made = rows(plan("sleep", **FOUR))
-    assert made["shared devices"].startswith("sleep: GPU 0 and GPU 1 take turns: the engines there sleep")
-    assert made["shared devices"].endswith("; GPU 2 and GPU 3 always generate")
-    three = plan("sleep", engine={"devices": (0, 1, 2)}, learner={"devices": (0, 1, 3)})
-    assert rows(three)["shared devices"].endswith("; GPU 2 always generates")
-    split = rows(plan("split", **FOUR))["shared devices"]
-    assert split.startswith("split: on GPU 0 and GPU 1 engine and learner compute at the same time")
-    waits = rows(plan("sleep", run={"schedule": "sync"}, **FOUR))["shared devices"]
-    assert waits.endswith("and waits while the learner learns (run.schedule = 'sync')")
+    for when, share in (("sleep", "70%"), ("split", "50%")):
+        made = rows(plan(when, engine=FOUR, learner=TWO))
+        assert re.match(
+            rf"{when}: on GPU 0 and GPU 1 engine.*; only generation on GPU 2 and GPU 3", made["shared devices"]
+        )
+        assert made["engine memory"] == f"{share} of GPU 0, {share} of GPU 1, 90% of GPU 2, 90% of GPU 3"
 
 
 def test_engine_across_a_shared_and_another_gpu_sleeps_whole(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(4)
     monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
-    parallel = {"kind": "vllm", "devices": (0, 1, 2, 3), "tensor_parallel": 2}
-    made = plan("sleep", engine=parallel, learner={"devices": (0,)})
-    assert "sleep: GPU 0 and GPU 1 take turns" in rows(made)["shared devices"]
+    made = plan("sleep", engine={"kind": "vllm", "tensor_parallel": 2} | FOUR, learner=ON_0)
+    assert "sleep: on GPU 0 and GPU 1 engines sleep" in rows(made)["shared devices"]
     assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.7, 0.9]
-
-
-def test_engine_apart_is_not_divided_by_the_engines_of_another_gpu(gpus: Any) -> None:
-    gpus(2)
-    made = plan("split", engine={"devices": (0, 0, 1)}, learner={"devices": (0,)})
-    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.25, 0.25, 0.9]
-
-
-@pytest.mark.parametrize(("when_shared", "share"), [("split", 0.5), ("sleep", 0.7)])
-def test_engine_apart_from_the_learner_has_its_gpu_to_itself(gpus: Any, when_shared: str, share: float) -> None:
-    gpus(4)
-    made = plan(when_shared, **FOUR)
-    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [share] * 2 + [0.9] * 2
-    assert rows(made)["engine memory"] == f"{share:.0%} of GPU 0, {share:.0%} of GPU 1, 90% of GPU 2, 90% of GPU 3"
 
 
 async def test_each_engine_worker_receives_its_own_share(gpus: Any, tmp_path: Path) -> None:
@@ -138,30 +134,10 @@ def test_engine_apart_from_the_learner_may_need_more_than_a_shared_one(gpus: Any
     assert "GPU 0" in str(raised.value) and "GPU 1" not in str(raised.value)
 
 
-def test_sleep_gives_the_engine_more_and_the_learner_no_limit(gpus: Any) -> None:
-    gpus(1)
-    made = plan("sleep")
-    assert shares(made) == (0.7, None)
-    assert rows(made)["memory of GPU 0"].startswith("engine 70% of 24.0 GiB")
-
-
-def test_two_engines_on_one_gpu_divide_the_engine_share(gpus: Any) -> None:
-    gpus(1)
-    assert shares(plan("split", engine={"devices": (0, 0)})) == (0.25, 0.45)
-    assert rows(plan("split", engine={"devices": (0, 0)}))["memory of GPU 0"].startswith("engine 50%, learner 45%")
-    given = {"devices": (0, 0), "gpu_memory_utilization": 0.3}
-    assert shares(plan("split", engine=given)) == (0.3, 0.35)
-
-
-def test_configured_shares_are_used(gpus: Any) -> None:
-    gpus(1)
-    assert shares(plan(engine={"gpu_memory_utilization": 0.3})) == (0.3, 0.65)
-    given = {"engine": {"gpu_memory_utilization": 0.3}, "learner": {"gpu_memory_utilization": 0.6}}
-    assert shares(plan("split", **given)) == (0.3, 0.6)
-
-
 APART = {"learner": {"devices": ("cpu",)}, "engine": {"devices": (0,)}}
 TOO_MUCH = {"engine": {"gpu_memory_utilization": 0.6}, "learner": {"gpu_memory_utilization": 0.5}}
+ONE_HUNDREDTH_TOO_MUCH = {"engine": {"gpu_memory_utilization": 0.8}, "learner": {"gpu_memory_utilization": 0.21}}
+MOST = {"engine": {"gpu_memory_utilization": 0.9}}
 TWO_AND_TOO_MUCH = {"engine": {"devices": (0, 0), "gpu_memory_utilization": 0.6}}
 SERVER = {"engine": {"kind": "vllm-server", "urls": ("http://a:1",), "adapter_folder": Path("/tmp")}}
 
@@ -178,6 +154,8 @@ SERVER = {"engine": {"kind": "vllm-server", "urls": ("http://a:1",), "adapter_fo
         ("split", "Qwen/Qwen3-8B", {}, r"engine.*GPU 0.* 12\.0 GiB.* 1\d\.\d"),
         ("split", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 10\.8 GiB"),
         ("sleep", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 6\.0 GiB"),
+        ("split", "Qwen/Qwen3-1.7B", ONE_HUNDREDTH_TOO_MUCH, "exceed the memory of GPU 0"),
+        ("sleep", "Qwen/Qwen3-4B", MOST, r"learner's share .*; lower engine.gpu_memory_utilization, or"),
     ],
 )
 def test_impossible_sharing_is_refused(gpus: Any, when_shared: str, model: str, sections: Any, says: str) -> None:
@@ -239,7 +217,7 @@ def test_evaluation_has_the_gpu_to_itself(gpus: Any, tmp_path: Path, when_shared
     )
     made = plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
     assert made.engine_devices == (0,) and made.shared_devices == []
-    assert shares(made) == (None, None)
+    assert made.divided.engine.gpu_memory_utilization is None
 
 
 def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,13 +231,6 @@ def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(monkeypatch: pytest.M
         'env_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
     )
     assert plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
-
-
-def test_two_engines_on_their_own_gpu_divide_it(gpus: Any) -> None:
-    gpus(2)
-    apart = {"learner": {"devices": (0,)}}
-    assert shares(plan(engine={"devices": (1, 1)}, **apart)) == (0.45, None)
-    assert shares(plan(engine={"devices": (1, 1), "gpu_memory_utilization": 0.3}, **apart)) == (0.3, None)
 
 
 async def test_engines_of_one_gpu_start_one_after_the_other(
@@ -339,7 +310,6 @@ SMALL_BATCH = {"engine": SHORT, "learner": {"batch_size": 2}}
         (2, 24, "split", {**SMALL_BATCH, "algorithm": "a2c"}, True, 16_384),  # trajectories are not cut
         (1, 80, "split", {}, False, 8192),  # the learner has 45 %
         (1, 80, "sleep", {}, False, 16_384),
-        (3, 80, "split", {"learner": {"devices": (0, 1), "shard_base": True}}, True, 16_384),
         (2, 80, "split", {"learner": {"activation_checkpointing": True}}, True, 16_384),
         (2, 24, "split", {"learner": {"activation_checkpointing": False}}, False, 16_384),
         (2, 80, "split", {"learner": {"dtype": "float32"}}, False, 8192),
@@ -418,17 +388,3 @@ def test_engine_whose_memory_is_not_known_is_not_refused_for_it(gpus: Any, monke
         plan(model="Qwen/Qwen3-14B", engine=engine, learner={"devices": ("cpu",)})
     with pytest.raises(ConfigError, match="engine's share of GPU 0"):
         plan(model="Qwen/Qwen3-14B", engine={"kind": "vllm"}, learner={"devices": ("cpu",)})
-
-
-def test_shares_that_add_up_to_the_whole_are_accepted(gpus: Any) -> None:
-    gpus(1, 80)
-    for ours, theirs in ((0.8, 0.2), (0.9, 0.1)):
-        plan(engine={"gpu_memory_utilization": ours}, learner={"gpu_memory_utilization": theirs})
-    with pytest.raises(ConfigError, match="exceed the memory of GPU 0"):
-        plan(engine={"gpu_memory_utilization": 0.8}, learner={"gpu_memory_utilization": 0.21})
-
-
-def test_learner_beside_engines_asks_for_a_smaller_share_of_theirs(gpus: Any) -> None:
-    gpus(1, 24)
-    with pytest.raises(ConfigError, match=r"learner's share .*; lower engine.gpu_memory_utilization, or"):
-        plan("sleep", model="Qwen/Qwen3-4B", engine={"gpu_memory_utilization": 0.9})

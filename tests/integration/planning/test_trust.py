@@ -12,9 +12,16 @@ from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
-from unstable_lite.planning.trust import SEAL, run_config
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.planning.trust import SEAL, clear_key_warnings, run_config
 from unstable_lite.tracking.run_directory import create_run_directory, replace_config
 
+LEAKING = (
+    *("http://openrouter.ai/api/v1", "HTTP://openrouter.ai/api/v1", "http://OPENROUTER.ai:443/api/v1"),
+    *("https://me:word@openrouter.ai/api/v1", "https://openrouter.ai@evil/v1", "http://localhost@evil/v1"),
+    *("http://10.0.0.5/v1", "https://gpu-node-7/v1", "http://localhost.evil/v1"),
+)
+"""URLs of servers that might receive a key."""
 CODE = {"action_extraction_fn": "subprocess:getstatusoutput"}
 
 
@@ -104,12 +111,14 @@ def test_secret_is_private(tmp_path: Path) -> None:
             "[engine.options.speculative_config]\ntrust_remote_code = true",
             "config.trust_remote_code = True",
         ),
+        *((f'[opponents]\nbase_url = "{url}"', "opponents.base_url = ") for url in LEAKING),
     ],
 )
 def test_every_value_that_runs_code_or_receives_a_key_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, named: str
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    for variable in ("OPENROUTER_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(variable, "sk-secret")
     run = write_run(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         run_config(run)
@@ -117,7 +126,7 @@ def test_every_value_that_runs_code_or_receives_a_key_is_named(
 
 
 def test_config_without_code_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("OPENAI_API_KEY", "VLLM_API_KEY", "ADAPTER_RECEIVER_API_KEY"):
+    for variable in ("OPENAI_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
     text = """
@@ -143,6 +152,33 @@ players = ["adapter:other"]
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     run_config(write_run(tmp_path / "3", text.replace("BASE", "http://127.0.0.1:8000/v1")))
+
+
+@pytest.mark.parametrize(
+    ("url", "opponent", "is_warned"),
+    [
+        ("http://openrouter.ai/api/v1", "vendor/model", True),
+        ("HTTP://10.0.0.5/v1", "vendor/model", True),
+        ("http://gpu-node-7:8000/v1", "vendor/model", True),
+        ("https://openrouter.ai/api/v1", "vendor/model", False),
+        ("https://gpu-node-7/v1", "vendor/model", False),
+        ("http://127.0.0.1:8000/v1", "vendor/model", False),
+        ("http://openrouter.ai/api/v1", "scripted:random", False),
+    ],
+)
+def test_check_warns_of_a_key_that_travels_in_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, opponent: str, is_warned: bool
+) -> None:
+    monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    config = config_of(tmp_path, f"opponents.base_url={url}")
+    evaluated = [env.model_copy(update={"fixed_opponent": opponent}) for env in config.eval_envs]
+    plan = make_plan(config.model_copy(update={"eval_envs": tuple(evaluated)}))
+    warned = [text for name, text in plan.describe() if name == "warning" and "without encryption" in text]
+    assert len(warned) == is_warned
+    for variable in ("OPENROUTER_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable)
+    assert not list(clear_key_warnings(plan.config))
 
 
 def test_command_line_values_are_trusted(tmp_path: Path) -> None:

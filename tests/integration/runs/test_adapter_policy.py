@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fakes import numpy_learner
 from fakes.long_games import LONG
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
@@ -19,16 +20,21 @@ from unstable_lite.files import read_part, read_records
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.tracking.train_data import train_files
+from unstable_lite.tracking.records import train_files
 
 ENV_ID = "fakes.long_games:LongGames-v0"
 VERSIONS = f"collection-{ENV_ID}/Adapter Versions"
 
 
+@pytest.fixture(autouse=True)
+def _no_torch_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_learner.use(monkeypatch)
+    monkeypatch.setattr("unstable_lite.orchestrator.supervisor.BACKOFF_S", 0.0)
+
+
 def config_for(directory: Path, policy: str, max_loras: int, **sections: Any) -> Config:
     engine = {"kind": "fakes.long_games:SlowEngine", "replies": ["\\boxed{word}"], "max_loras": max_loras}
-    # A scripted engine's log-probabilities are invented: no learner would agree with them.
-    learner = {"batch_size": 16, "canary_tolerance": 1e9, "threads": 1}
+    learner = {"batch_size": 16, "threads": 1}
     env = {"env_id": ENV_ID, "num_players": 2, "num_actors": 2, "prompt_template": "tiny", "observation": "first-last"}
     return Config.model_validate(
         {
@@ -37,15 +43,14 @@ def config_for(directory: Path, policy: str, max_loras: int, **sections: Any) ->
                 "num_collection_workers": 32,
                 "num_eval_workers": 0,
                 "checkpoint_every": 1000,
-                "restart_backoff_s": 0.0,
                 "output_dir": directory,
             },
             "engine": engine | sections.get("engine", {}),
             "learner": learner | sections.get("learner", {}),
+            "algorithm": "fakes.slow_learners:TakesAWhile",
             "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
             "lora": {"lora_rank": 1},
             "league": {"adapter_policy": policy},
-            "tracker": {"keep_train_data": True},
             "train_envs": [env],
         }
     )

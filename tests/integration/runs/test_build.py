@@ -14,6 +14,7 @@ import unstable_lite as unstable
 from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.environments import env_arguments
 from unstable_lite.planning.plan import make_plan
 
 NIM = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
@@ -114,6 +115,8 @@ def test_unguarded_script_does_not_start_again_when_imported(tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match='if __name__ == "__main__"'):
         small(tmp_path, rewards={"final_reward_transformation": ["unguarded_script:Same"]})
+    with pytest.raises(ConfigError, match='if __name__ == "__main__"'):
+        env_arguments("unguarded_script:Mine-v0")
     assert [path.suffix for path in tmp_path.iterdir() if path.name != "__pycache__"] == [".py"]
 
 
@@ -141,10 +144,12 @@ def test_waiting_for_an_unstarted_run_is_refused(tmp_path: Path) -> None:
 
 SCRIPT = """
 import unstable_lite as unstable
+from fakes import numpy_learner
+numpy_learner.use()
 nim = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
 run = unstable.build(
     train_envs=[nim], max_generation_len=12, batch_size=16, run={"output_dir": "OUTPUT"},
-    vllm_config={"temperature": 1.0, "max_model_len": 512},
+    vllm_config={"temperature": 1.0, "max_model_len": 512}, engine={"kind": "scripted"},
 )
 run.start(learning_steps=STEPS, num_collection_workers=8, num_eval_workers=0, block=False)
 """
@@ -152,7 +157,8 @@ run.start(learning_steps=STEPS, num_collection_workers=8, num_eval_workers=0, bl
 
 def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
     source = SCRIPT.replace("OUTPUT", str(tmp_path / "outputs")).replace("STEPS", str(steps)) + end
-    return subprocess.Popen([sys.executable, "-c", source], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", source], text=True, env=runs.environment(), **streams)
 
 
 @pytest.mark.nightly

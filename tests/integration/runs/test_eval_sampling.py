@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import runs
-from unstable_lite.adapters.run_adapters import find_saved
+from unstable_lite.adapters.frozen import find_saved
 from unstable_lite.files import read_records
 
 SAMPLINGS = {"scripted:random": None, "scripted:random, greedy": "greedy", "scripted:random, top_p=0.01": "top_p=0.01"}
@@ -39,10 +39,10 @@ def evaluated(games: list[dict[str, Any]], sampling: str | None) -> dict[tuple[s
 
 
 def test_labels_of_eval_envs_last_over_a_resumption(tmp_path: Path) -> None:
-    code, _, err = runs.run("run", write_config(tmp_path))
+    code, _, err = runs.run_torchless("run", write_config(tmp_path))
     assert code == 0, err
     directory = runs.run_directory(tmp_path)
-    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    code, out, err = runs.run_torchless("run", "--resume", directory, "run.learning_steps=2")
     assert code == 0, err
 
     results = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]

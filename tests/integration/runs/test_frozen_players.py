@@ -21,7 +21,7 @@ from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
-from unstable_lite.planning.adapter_slots import active_checkpoints
+from unstable_lite.planning.defaults import active_checkpoints
 from unstable_lite.planning.plan import make_plan
 
 TINY = "builtin:tiny"
@@ -66,8 +66,9 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     other = write_other_run(tmp_path / "other")
     zeros = {name: 0 * matrix for name, matrix in fitting(TINY, rank=2).items()}
     zero = write_adapter(tmp_path / "zero", zeros, base=TINY, r=2)
-    names = [f"run:{other}/best", f"run:{other}/newest", f"run:{other}/ckpt-20", f"adapter:{zero}", "base"]
-    code, out, err = runs.run("run", write_config(tmp_path, names[0], *names), "tracker.keep_tokens=true")
+    names = [f"run:{other}/best", f"run:{other}/ckpt-20", f"adapter:{zero}", "base"]
+    config = write_config(tmp_path, names[0], *names)
+    code, out, err = runs.run("run", config, "tracker.keep_tokens=true", "run.learning_steps=2")
     assert code == 0, out + err
     assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
     directory = runs.run_directory(tmp_path)
@@ -100,6 +101,7 @@ def test_engine_that_serves_other_weights_for_a_frozen_player_ends_the_run(
     assert "update 1/" not in out, "no game was played"
 
 
+@pytest.mark.nightly
 def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     settings = (*sync_runs.SYNC, "run.learning_steps=4", "run.checkpoint_every=2", "run.eval_games=8")
     settings += ("league.opponent_sampling_strategy={ mirror = 0.2, fixed = 0.8 }",)

@@ -52,6 +52,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 100) -> None
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.nightly
 async def test_games_continue_during_updates_and_updates_during_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

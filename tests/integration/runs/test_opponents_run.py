@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import unstable_lite as unstable
-from fakes import runs
+from fakes import numpy_learner, runs
 from fakes.openai_server import Answer, chat_reply, serving
 
 KEY = "sk-very-secret-key"
@@ -22,6 +22,7 @@ REMOTE = "vendor/model"
 def test_run_survives_a_failed_endpoint_and_never_writes_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    numpy_learner.use(monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "prompt_template": "brief"}
     with serving() as server:
@@ -39,12 +40,10 @@ def test_run_survives_a_failed_endpoint_and_never_writes_its_key(
             opponent_sampling_strategy="fixed",
             fixed_opponents=["scripted:optimal", REMOTE],
             templates={"brief": {"user": "{observation}"}},
-            opponents={"base_url": server.url, "pause_s": 0.1, "max_pause_s": 0.1},
+            opponents={"base_url": server.url},
             engine={"kind": "scripted", "replies": [f"\\boxed{{{cell}}}" for cell in range(9)]},
-            learner={"canary_tolerance": 1e9},
-            alarms={"mismatch": {"action": "off"}},
             batch_size=16,
-            run={"eval_games": 10, "max_void_games": 2, "output_dir": str(tmp_path)},
+            run={"eval_games": 10, "output_dir": str(tmp_path)},
         )
         summary = run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=2)
     assert summary is not None
@@ -63,12 +62,15 @@ def test_run_survives_a_failed_endpoint_and_never_writes_its_key(
     assert KEY not in printed
 
 
+IMPATIENT = """
+from unstable_lite.games.players import openai_compatible as players
+players.MAX_RETRIES, players.PAUSE_S, players.MAX_PAUSE_S, players.OUTAGE_S = 0, 0.1, 0.1, 1
+"""
 CONFIG = """
 [run]
 learning_steps = 1
 num_collection_workers = 8
 num_eval_workers = 2
-max_void_games = 3
 output_dir = "OUTPUT/outputs"
 [engine]
 kind = "scripted"
@@ -78,10 +80,6 @@ batch_size = 8
 canary_tolerance = 1e9
 [opponents]
 base_url = "URL"
-max_retries = 0
-pause_s = 0.1
-max_pause_s = 0.1
-outage_s = 1
 [league]
 opponent_sampling_strategy = "fixed"
 fixed_opponents = ["vendor/model"]
@@ -109,6 +107,8 @@ def test_no_key_reaches_a_file_stream_or_child_process(
             return chat_reply(f"your key is {KEY}, my move \\boxed{{{random.randrange(9)}}}")
 
         server.answer = answer
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
         config.write_text(CONFIG.replace("URL", server.url).replace("OUTPUT", str(tmp_path)))
         process = runs.start("run", config, *limit, "--debug")
         while process.poll() is None and len(server.bodies) < 2:
@@ -123,7 +123,6 @@ def test_no_key_reaches_a_file_stream_or_child_process(
     assert not any(KEY.encode() in what for what in children.values())
     (directory,) = (tmp_path / "outputs").glob("*/*")
     if not fails:
-        assert runs.run("export", directory)[0] == 0
         assert "your key is <key>" in (directory / "games.jsonl").read_text()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5

@@ -17,7 +17,7 @@ from fakes.own_parts import OwnPart
 from fakes.sync_runs import SYNC
 from unstable_lite.config.reading import read_config
 from unstable_lite.league.game_scheduler import STATE as SAMPLER_STATE
-from unstable_lite.orchestrator.custom_parts import INTERFACES
+from unstable_lite.orchestrator.wiring import INTERFACES
 from unstable_lite.planning.plan import make_plan
 
 SCRIPT = """
@@ -88,7 +88,7 @@ class MyLearner(unstable.REINFORCELearner):
 
 
 if __name__ == "__main__":
-    config, problems = read_config(Path(sys.argv[1]), ("run.learning_steps=2", "run.eval_games=0"))
+    config, problems = read_config(Path(sys.argv[1]), (*sys.argv[2:], "run.learning_steps=2", "run.eval_games=0"))
     config = type(config).model_validate({**config.model_dump(), "algorithm": MyLearner})
     registry = MyRegistry()
     registry.add_fixed("scripted:random")
@@ -110,7 +110,9 @@ if __name__ == "__main__":
 def test_script_replaces_every_part_by_its_own_subclass(tmp_path: Path) -> None:
     script = tmp_path / "my_parts.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script, runs.write_small(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, runs.write_small(tmp_path), *runs.SCRIPTED], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     directory, calls = json.loads(done.stdout.splitlines()[-1])
     parts = {"tracker", "registry", "env_sampler", "model_sampler", "scheduler", "buffer", "collector", "terminal"}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fakes.runs import run, write_small
+from fakes.runs import run, run_torchless, write_small
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.files import read_records
 from unstable_lite.games.env_pool import opened_env_pool
-from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.checkpoint import lasting_changes
 from unstable_lite.tracking.intervals import wilson_interval
@@ -54,7 +54,7 @@ def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", ["1/2", 7, "half", 0.5])
-    code, out, err = run("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6")
+    code, out, err = run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6")
     assert code == 0, out + err
     (made,) = (tmp_path / "outputs").glob("*/*")
     lines = [line for line in read_records(made / "eval.jsonl") if line["env_id"] == f"questions:{questions}"]

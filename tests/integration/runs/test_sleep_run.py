@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import runs
+from fakes import numpy_learner, runs
 from unstable_lite.config.reading import read_config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.orchestrator.run import Run
@@ -18,7 +18,8 @@ from unstable_lite.planning.plan import make_plan
 
 def train(directory: Path, engine: str, *overrides: str) -> tuple[int, str, str]:
     sleeps = ("engine.when_shared=sleep", f"engine.kind=fakes.sleeping_engines:{engine}")
-    return runs.run("run", runs.write_small(directory), "run.eval_games=0", *sleeps, *overrides)
+    run = runs.run if engine == "ForgetsInItsSleep" else runs.run_torchless
+    return run("run", runs.write_small(directory), "run.eval_games=0", *sleeps, *overrides)
 
 
 def diary(directory: Path) -> list[str]:
@@ -29,26 +30,23 @@ def alarms(directory: Path) -> str:
     return (runs.run_directory(directory) / "alarms.jsonl").read_text()
 
 
-def test_games_wait_for_the_learner_and_a_woken_engine_is_checked(tmp_path: Path) -> None:
-    code, out, err = train(tmp_path, "KeepsADiary")
+def test_games_wait_for_the_learner_which_saves_before_the_engines_wake(tmp_path: Path) -> None:
+    code, out, err = train(tmp_path, "KeepsADiary", "algorithm=fakes.slow_learners:KeepsADiary")
     assert code == 0, err
     did = diary(tmp_path)
     assert '"inference/asleep_s"' in (runs.run_directory(tmp_path) / "metrics.jsonl").read_text()
     assert runs.num_updates(tmp_path) == did.count("sleep") == did.count("wake") == 3
     for start in (index for index, what in enumerate(did) if what == "sleep"):
-        assert did[start + 1] == "wake"  # no request and no load while it sleeps
+        asleep = did[start + 1 : did.index("wake", start)]
+        assert asleep[-2:] == ["learnt", "saved"] and {*asleep} == {"learnt", "saved"}, "no request and no load"
         assert did[:start].count("request") == did[:start].count("answer")  # earlier requests were answered
     assert "void" not in out or "0 void" in out
 
 
-def test_learner_saves_its_state_before_the_engines_wake(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "KeepsADiary", "algorithm=fakes.slow_learners:NotesItsSaves")
-    assert code == 0, err
-    turns = [what for what in diary(tmp_path) if what in ("sleep", "saved", "wake")]
-    assert [turns[index - 1] for index, what in enumerate(turns) if what == "wake"] == ["saved"] * 3
-
-
-async def test_engine_apart_from_the_learner_plays_through_its_turns(tmp_path: Path) -> None:
+async def test_engine_apart_from_the_learner_plays_through_its_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numpy_learner.use(monkeypatch)
     given = ("engine.when_shared=sleep", "engine.kind=fakes.sleeping_engines:SignsItsDiary", "run.eval_games=0")
     slow = ("algorithm=fakes.slow_learners:TakesASecond", "run.learning_steps=2", 'engine.devices=["cpu","cpu"]')
     config, problems = read_config(runs.write_small(tmp_path), (*given, *slow))
@@ -65,7 +63,7 @@ async def test_engine_apart_from_the_learner_plays_through_its_turns(tmp_path: P
     for start in (index for index, what in enumerate(did) if what == "engine-0 sleep"):
         asleep = did[start + 1 : did.index("engine-0 wake", start)]
         assert asleep.count("engine-1 answer") > 0
-        assert {what.split()[0] for what in asleep} <= {"engine-1", "learnt"}
+        assert {what.split()[0] for what in asleep} <= {"engine-1", "learnt", "saved"}
     assert {"engine-0", "engine-1"} <= {what.split()[0] for what in did[did.index("engine-0 wake") :]}
     for name in ("engine-0", "engine-1"):
         assert did.count(f"{name} load") == 2, "an engine that stayed awake loads each adapter once, too"
@@ -80,7 +78,7 @@ def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) ->
 
 @pytest.mark.nightly
 def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path) -> None:
-    changes = ("run.restart_backoff_s=0", "algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
+    changes = ("algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
     code, _, err = train(tmp_path, "DiesInItsSleep", *changes)
     assert code == 0, err
     assert runs.num_updates(tmp_path) == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +10,14 @@ import numpy as np
 import pytest
 
 from fakes import runs
-from fakes.sync_runs import SYNC, assert_equal
+from fakes.sync_runs import ANSWER, BUDGET, write_thinking
 from unstable_lite.dashboards.report.games import read_games
-from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.files import read_part, read_records
-from unstable_lite.games.thinking import END_OF_THINKING
+from unstable_lite.games.answers import END_OF_THINKING
 from unstable_lite.models import resolve_model
+from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.models.tokenization import Tokenizer
-from unstable_lite.tracking.train_data import train_files
-
-BUDGET, ANSWER = 3, 12
-THINKING = (
-    *SYNC,
-    "run.learning_steps=4",
-    "run.checkpoint_every=2",
-    "run.eval_games=4",
-    f"engine.thinking_tokens={BUDGET}",
-    f"engine.max_generation_len={ANSWER}",
-    "engine.dtype=float32",
-    "learner.dtype=float32",
-    "tracker.keep_tokens=true",
-    "tracker.keep_train_data=true",
-)
-TEMPLATE = r"""
-[templates.think]
-user = "<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
-assistant = "<think>"
-stop = ["<|im_end|>"]
-"""
-
-
-def write_thinking(directory: Path) -> Path:
-    path = runs.write_small(directory)
-    path.write_text(path.read_text().replace('"tiny"', '"think"') + TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of an uninterrupted run."""
-    tmp_path = tmp_path_factory.mktemp("whole")
-    code, out, err = runs.run("run", write_thinking(tmp_path), *THINKING)
-    assert code == 0, out + err
-    return runs.run_directory(tmp_path)
+from unstable_lite.tracking.records import train_files
 
 
 def answers(directory: Path, kind: str) -> dict[tuple[int, int, int], tuple[str, dict[str, Any]]]:
@@ -68,11 +31,11 @@ def answers(directory: Path, kind: str) -> dict[tuple[int, int, int], tuple[str,
     }
 
 
-def test_cut_turns_hold_the_end_of_thinking_and_only_sampled_ids(whole: Path) -> None:
+def test_cut_turns_hold_the_end_of_thinking_and_only_sampled_ids(sync_run: Path) -> None:
     tokenizer = Tokenizer(resolve_model("builtin:tiny"))
     end_ids = tokenizer.prompts([])["end_of_thinking"]
     for kind in ("train", "eval"):
-        cut = [(text, tokens) for text, tokens in answers(whole, kind).values() if "forced" in tokens]
+        cut = [(text, tokens) for text, tokens in answers(sync_run, kind).values() if "forced" in tokens]
         assert cut, kind
         for text, tokens in cut:
             ids, at = tokens["completion_ids"], tokens["forced"]["at"]
@@ -82,10 +45,10 @@ def test_cut_turns_hold_the_end_of_thinking_and_only_sampled_ids(whole: Path) ->
         assert any(len(tokens["completion_ids"]) > BUDGET + 1 for _, tokens in cut)
 
 
-def test_learner_reads_what_the_engine_read_and_each_turn_is_one_step(whole: Path) -> None:
-    sampled = answers(whole, "train")
+def test_learner_reads_what_the_engine_read_and_each_turn_is_one_step(sync_run: Path) -> None:
+    sampled = answers(sync_run, "train")
     num_cut = 0
-    for update, path in train_files(whole).items():
+    for update, path in train_files(sync_run).items():
         rows = list(read_part(path))
         turns = [(row["step_info"]["game_idx"], row["pid"], row["step_info"]["turn"]) for row in rows]
         assert len(set(turns)) == len(rows) == 24
@@ -99,35 +62,22 @@ def test_learner_reads_what_the_engine_read_and_each_turn_is_one_step(whole: Pat
     assert num_cut > 20
 
 
-def test_report_shows_the_sampled_tokens_of_cut_turns(whole: Path) -> None:
+def test_report_shows_the_sampled_tokens_of_cut_turns(sync_run: Path) -> None:
     tokenizer = find_tokenizer("builtin:tiny")
-    games = read_games(whole, tokenizer, max_games=1000).kept
+    games = read_games(sync_run, tokenizer, max_games=1000).kept
     shown = [turn["tokens"] for game in games for turn in game["turns"] if "forced" in (turn.get("tokens") or {})]
     assert shown
     for tokens in shown:
         assert sum(count for _, count in tokens["pieces"]) == len(tokens["completion_ids"])
 
 
-def test_share_of_cut_thinking_is_logged_with_its_count(whole: Path) -> None:
-    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+def test_share_of_cut_thinking_is_logged_with_its_count(sync_run: Path) -> None:
+    lines = map(json.loads, (sync_run / "metrics.jsonl").read_text().splitlines())
     name, count = "collection-Nim-v0-train/Thinking Cut Rate", "collection-Nim-v0-train/n (turns)"
     *_, (share, num_turns) = ((line[name], line[count]) for line in lines if name in line)
-    cut = ["forced" in tokens for _, tokens in answers(whole, "train").values()]
+    cut = ["forced" in tokens for _, tokens in answers(sync_run, "train").values()]
     assert num_turns == len(cut)
     assert share > 0 and share == pytest.approx(sum(cut) / len(cut))
-
-
-@pytest.mark.nightly
-def test_resumed_run_equals_the_uninterrupted_one(whole: Path, tmp_path: Path) -> None:
-    process = runs.start("run", write_thinking(tmp_path), *THINKING)
-    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 3)
-    process.send_signal(signal.SIGKILL)
-    runs.finish(process)
-    broken = runs.run_directory(tmp_path)
-    code, out, err = runs.run("run", "--resume", broken)
-    assert code == 0, out + err
-    assert re.search(r"\bafter update 2\b", out)
-    assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
 
 
 @pytest.mark.nightly

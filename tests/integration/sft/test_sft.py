@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from fakes import runs
 from fakes.openai_server import chat_reply, serving
+from fakes.random_models import make_model
+from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError
@@ -107,12 +110,12 @@ def test_base_and_adapter_play_and_collect_only_trains_nothing(warm: tuple[Path,
     assert f"sft.data={tmp_path / 'warm' / 'pairs.jsonl'}" in out
 
 
-def test_filter_that_leaves_nothing_is_refused_with_its_counts(tmp_path: Path) -> None:
+def test_filter_that_leaves_nothing_is_refused_with_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstable_lite.sft.collect.MAX_GAMES", 20)
     answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]')
-    code, _, err = runs.run("sft", write(tmp_path), *answers, 'sft.filter=["valid"]', "sft.max_games=20")
-    assert code == 1
-    assert re.search(r"\b20 games\b.*\b0\b.*\b20 turns\b", err)
-    assert "Traceback" not in err
+    ended = CliRunner().invoke(app, ["sft", str(write(tmp_path)), *answers, 'sft.filter=["valid"]'])
+    assert ended.exit_code == 1
+    assert re.search(r"\b20 games\b.*\b0\b.*\b20 turns\b", ended.output)
 
 
 def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tuple[Path, str], tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tupl
 
 def test_dead_engine_ends_the_collection_and_is_named(tmp_path: Path) -> None:
     answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]', 'sft.filter=["valid"]')
-    process = runs.start("sft", write(tmp_path), *answers, "sft.max_games=1000000")
+    process = runs.start("sft", write(tmp_path), *answers)
     log = tmp_path / "warm" / "logs" / "engine-0.log"
     assert process.stdout is not None
     while "engine-0 is up" not in (line := process.stdout.readline()):
@@ -157,13 +160,13 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
         limits = (f'opponents.base_url="{server.url}"', "opponents.max_requests=20", "run.num_collection_workers=2")
         plan = load_sft_plan(write(tmp_path), (*players, *limits))
         console = Console(file=io.StringIO(), width=200)
-        summary = asyncio.run(run_sft(plan, TerminalInterface(console), collect_only=True))
+        record = asyncio.run(run_sft(plan, TerminalInterface(console), collect_only=True))
     pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl")
-    assert 0 < summary.num_pairs == len(pairs) <= 20 == len(server.bodies)
+    assert 0 < record["num_pairs"] == len(pairs) <= 20 == len(server.bodies)
     assert {(pair.player, pair.completion) for pair in pairs} == {
         ("vendor/model", "One from the first. \\boxed{[0 1]}")
     }
-    assert summary.collected is not None and summary.collected.games < 30, "no game is played without need"
+    assert record["games"] < 30, "no game is played without need"
     assert isinstance(console.file, io.StringIO)
     assert f"{len(pairs)} of 60" in console.file.getvalue()
 
@@ -192,8 +195,7 @@ def test_impossible_config_is_refused_before_anything_starts(
 
 
 def test_only_engines_that_play_are_judged(tmp_path: Path) -> None:
-    (model := tmp_path / "capped").mkdir()
-    (model / "config.json").write_text('{"model_type": "gemma2", "attn_logit_softcapping": 50.0}')
+    model = make_model(tmp_path / "capped", "Gemma2")
     on_it = f"model_name={model}", "engine.kind=transformers", "learner.activation_checkpointing=auto"
     assert load_sft_plan(write(tmp_path), on_it).config.learner.activation_checkpointing is True
     assert "soft cap of 50" in problems_of(write(tmp_path), *on_it, 'sft.players=["base"]')

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import pty
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from fakes import runs
@@ -192,6 +196,123 @@ def test_key_of_the_environment_is_never_published(run: Path, tmp_path: Path, mo
     assert not (tmp_path / "folder").exists()
 
 
+OPEN_TABLES = """
+[engine.options]
+worker = "my private text"
+nested = { deeper = "my private text" }
+[learner.options]
+secret_word = "my private text"
+[rewards]
+final_reward_transformation = [
+    { name = "mine:Reward", note = "my private text" },
+    { name = "WinDrawLossFormatter", win_reward = 2.0 },
+]
+"""
+
+
+def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    text = config.read_text().replace(
+        "{ mirror = 0.5, fixed = 0.5 }", '{ "mine:Sampler" = { note = "my private text" } }'
+    )
+    text = text.replace("[[train_envs]]\n", '[[train_envs]]\nenv_kwargs = { note = "my private text" }\n')
+    config.write_text(text + OPEN_TABLES)
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    for file in (tmp_path / "folder").iterdir():
+        assert b"my private text" not in file.read_bytes(), file.name
+    published = (tmp_path / "folder" / "config.toml").read_text()
+    line = published.partition("\n")[0]
+    assert line.startswith("# Left out: engine.options, learner.options, ") and line.endswith(
+        "--with-options publishes them."
+    )
+    for name in ("rewards.final_reward_transformation.note", "mine:Sampler", "train_envs.env_kwargs"):
+        assert f"{name}, " in line
+    assert 'name = "mine:Reward"' in published and "win_reward = 2" in published and 'mine:Sampler"]' in published
+    assert "opponent_sampling_strategy" in published and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
+    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "whole")
+    assert code == 0, output
+    assert (tmp_path / "whole" / "config.toml").read_text().count("my private text") == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[engine.options]\npassword = "hunter2"', "like a credential"),
+        ('[learner.options]\nnested = { API-Key = "hunter2" }', "like a credential"),
+        ('[rewards]\nfinal_reward_transformation = [{ name = "mine:R", auth = "hunter2" }]', "like a credential"),
+        ('[engine.options]\nx = "hf_abcdefghijklmnop"', "like a credential"),
+        ('[engine.options]\nx = ["sk-proj-abcdefghijklmnop"]', "like a credential"),
+        ('[engine.options]\nx = "postgres://me:word@host/games"', "like a credential"),
+        ('[engine.options]\nx = "https://token@host"', "like a credential"),
+        ('[engine.options]\nx = "AKIAABCDEFGHIJKLMNOP"', "like a credential"),
+        ('[engine.options]\nx = "ghp_abcdefghijklmnopqrstuvwxyz"', "like a credential"),
+        ('[templates.mine]\nuser = "{observation} https://me:word@host"', "like a credential"),
+        ('[engine.options]\nx = "correct horse"', "MY_PASSPHRASE"),
+        ('[engine.options]\nx = "short1"', "DB_PASS"),
+        ("[engine.options]\nx = 'with \"quotes\" and \\'", "QUOTED_SECRET"),
+        ('[templates.mine]\nuser = "{observation} hidden-token"', "a_token_2"),
+    ],
+)
+def test_credentials_are_never_published(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.setenv("MY_PASSPHRASE", "correct horse")
+    monkeypatch.setenv("DB_PASS", "short1")
+    monkeypatch.setenv("QUOTED_SECRET", 'with "quotes" and \\')
+    monkeypatch.setenv("a_token_2", "hidden-token")
+    with (run / "config.toml").open("a") as file:
+        file.write(f"{text}\n")
+    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "folder")
+    assert code == 1 and says in output and "Traceback" not in output, output
+    assert not any(secret in output for secret in ("hunter2", "short1", "horse", "word@", "hidden-token"))
+    assert not (tmp_path / "folder").exists()
+
+
+def test_words_that_look_like_no_credential_are_published(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYBOARD", "nim")
+    monkeypatch.setenv("SHORT_TOKEN", "random")
+    with (run / "config.toml").open("a") as file:
+        file.write('[engine.options]\ntokenizer_mode = "automatic"\nkeys = 12345678\nurl = "https://host/a@b"\n')
+        file.write('[templates.mine]\nuser = "{observation} task-oriented-answer, risk-averse-play, hf_hub_download"\n')
+    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+
+
+EVIL = "evil | <script>x</script> ![i](http://e) `code` [l](u) *b* _e_ ~~s~~ [red]x & $m$"
+
+
+def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> None:
+    lines = [evaluation("base", 48), replace(evaluation("ckpt-2", 87), opponent=f"{EVIL}\n# Heading", env_id=EVIL)]
+    (run / "eval.jsonl").write_text("".join(json.dumps(line.to_json()) + "\n" for line in lines))
+    packages = {"packages": {"torch": "<img src=x>", "vllm": "`2`"}}
+    (run / "versions.json").write_text(json.dumps(packages))
+    config = run / "config.toml"
+    config.write_text(
+        config.read_text().replace('"tiny"', '"mine|<b>`"')
+        + '[templates."mine|<b>`"]\nuser = """\n{observation}\n```\n<script>\n````\n# out"""\n'
+    )
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    text = (tmp_path / "folder" / "README.md").read_text().split("---\n", 2)[2]
+    page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
+    for tag in ("<script", "<img", "<b>", "<em>", "<strong>", "<s>", "<a "):
+        assert tag not in page, tag
+    assert page.count("<h1") == 1 and page.count("<h2") == 4
+    shown = html.unescape(page)
+    assert f"{EVIL} # Heading" in shown and shown.count("<td>mine|<b>`</td>") == 1
+
+
+def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_path: Path) -> None:
+    code, output = push(run, "me/nim", "--base-model", 'org/x"; import os #$(id)', "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert 'base = "org/x\\"; import os #$(id)"\n' in card
+    assert "vllm serve 'org/x\"; import os #$(id)' --enable-lora" in card
+
+
 def test_run_without_a_checkpoint_is_refused(run: Path) -> None:
     for checkpoint in ("ckpt-1", "ckpt-2"):
         (run / "checkpoints" / checkpoint).rename(run / checkpoint)
@@ -209,6 +330,28 @@ def upload(run: Path, url: str, home: Path, *arguments: str) -> subprocess.Compl
     )
 
 
+@pytest.mark.parametrize(("answer", "is_published"), [("y\n", True), ("n\n", False), ("\n", False), (None, True)])
+def test_upload_on_a_terminal_asks_first(
+    run: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, is_published: bool
+) -> None:
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        terminal, printed = pty.openpty()
+        done = subprocess.Popen(
+            runs.command("push", run, "me/nim", *["--yes"] * (answer is None)),
+            env={**os.environ, "HF_HUB_DISABLE_XET": "1"},
+            stdin=printed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        os.write(terminal, (answer or "").encode())
+        output, _ = done.communicate(timeout=60)
+        assert bool(hub.files) is is_published, output
+        assert (done.returncode == 0) is is_published
+        assert (b"Publish this as me/nim?" in output) is (answer is not None)
+
+
 def test_upload_sends_every_file_to_the_hub(run: Path, tmp_path: Path) -> None:
     with running_hub() as hub:
         done = upload(run, hub.url, tmp_path / "home", "--private")
@@ -220,6 +363,7 @@ def test_upload_sends_every_file_to_the_hub(run: Path, tmp_path: Path) -> None:
         weights = run / "checkpoints" / "ckpt-2" / "adapter_model.safetensors"
         assert hub.files["adapter_model.safetensors"] == weights.read_bytes()
         assert TOKEN.encode() not in b"".join(hub.files.values())
+        assert "## Games" in done.stdout and "batch_size = 24" in done.stdout.partition("uploading")[0]
         hub.refuses_with = 403
         done = upload(run, hub.url, tmp_path / "home")
     assert (

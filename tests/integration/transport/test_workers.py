@@ -15,10 +15,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import uvloop
 import zmq
 
 from unstable_lite.config import Config
@@ -26,14 +28,7 @@ from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport import rpc
 from unstable_lite.transport.codec import PROTOCOL, encode
-from unstable_lite.transport.messages import (
-    Crashed,
-    Done,
-    Generated,
-    LoadAdapter,
-    Ready,
-    UnloadAdapter,
-)
+from unstable_lite.transport.messages import Crashed, Done, Generated, Ready, UnloadAdapter
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import ORPHANED, WorkerSpec
@@ -41,7 +36,7 @@ from unstable_lite.types import Generation
 
 CONFIG = Config.model_validate(
     {
-        "engine": {"kind": "scripted", "replies": ["\\boxed{[1]}", "two"], "request_timeout_s": 20},
+        "engine": {"kind": "scripted", "replies": ["\\boxed{[1]}", "two"]},
         "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
     }
 )
@@ -69,7 +64,7 @@ async def _engine(tmp_path: Path, module: str) -> AsyncIterator[Wire]:
     spec = WorkerSpec(
         name="engine-0", endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
     )
-    process = WorkerProcess(engine.channel, tmp_path / "engine-0.log", module, spec, {})
+    process = WorkerProcess(engine.channel, tmp_path / "logs" / "engine-0.log", module, spec, {})
     await process.start()
     try:
         yield Wire(router, engine, process)
@@ -88,14 +83,10 @@ async def test_each_of_a_thousand_requests_gets_its_own_reply(wire: Wire) -> Non
     assert wire.engine.channel.num_pending == 0
 
 
-async def test_unknown_adapter_is_refused_and_the_engine_continues(wire: Wire) -> None:
-    with pytest.raises(RequestError, match="engine-0: adapter version 7"):
-        await wire.engine.generate("p", 7)
-    assert (await wire.engine.generate("p", 0)).adapter_version == 0
-
-
 async def test_adapter_is_loaded_used_unloaded_and_then_refused(wire: Wire, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RequestError, match="engine-0: adapter version 3"):
+        await wire.engine.generate("p", 3)
     await wire.engine.load_adapter(3, tmp_path)
     assert (await wire.engine.generate("p", 3)).adapter_version == 3
     await wire.engine.unload_adapter(3)
@@ -138,6 +129,27 @@ async def test_replacement_of_a_dead_worker_knows_that_it_is_a_restart(wire: Wir
     assert wire.process.spec.is_restart
 
 
+async def test_worker_dies_and_is_replaced_although_its_logs_were_removed(wire: Wire) -> None:
+    shutil.rmtree(wire.process.log_path.parent)
+    os.kill(wire.process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+        await wire.process.watch()
+    await wire.process.start()
+    await wire.process.ready(30)
+    assert wire.process.log_path.is_file()
+
+
+async def test_signals_of_a_batch_system_leave_the_workers_to_the_orchestrator(wire: Wire) -> None:
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(wire.process.pid, signum)
+    assert (await wire.engine.generate("p", 0)).adapter_version == 0
+    os.kill(wire.process.pid, signal.SIGQUIT)
+    async with asyncio.timeout(20):
+        while "most recent call first" not in wire.process.log_path.read_text():
+            await asyncio.sleep(0.05)
+    assert (await wire.engine.generate("p", 0)).adapter_version == 0
+
+
 @pytest.mark.parametrize("is_marked_first", [True, False])
 async def test_worker_that_the_run_began_without_is_up_once_it_has_its_adapters(
     tmp_path: Path, is_marked_first: bool
@@ -173,21 +185,45 @@ async def test_orphaned_worker_exits_at_once(wire: Wire) -> None:
     wire.process._stopping = True
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason", "is_final"),
+    [({}, "UnstableError: lower this or that", True), ({"OWN_CODE": "1"}, "KeyError: 'name'", False)],
+    ids=["a message of the package", "own code"],
+)
 async def test_group_dies_of_the_failed_rank_and_not_of_the_first_to_exit(
-    alone: tuple[Router, EngineClient], tmp_path: Path
+    alone: tuple[Router, EngineClient], tmp_path: Path, variables: dict[str, str], reason: str, is_final: bool
 ) -> None:
     router, _ = alone
     ranks = []
     for rank in range(2):
         name, log_path, config = f"rank-{rank}", tmp_path / f"{rank}.log", CONFIG.model_dump_json()
         spec = WorkerSpec(name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=config, rank=rank)
-        ranks.append(WorkerProcess(WorkerChannel(router, name), log_path, "fakes.crashing_ranks", spec, {}))
+        ranks.append(WorkerProcess(WorkerChannel(router, name), log_path, "fakes.crashing_ranks", spec, variables))
     group = WorkerGroup(ranks, tmp_path)
     await group.start()
-    with pytest.raises(WorkerDied, match="rank-1: UnstableError: lower this or that") as death:
+    with pytest.raises(WorkerDied, match=f"rank-1: {reason}") as death:
         await group.watch()
-    assert death.value.is_final
+    assert death.value.is_final == is_final
     assert not any(rank.is_running for rank in group.ranks)
+
+
+def test_worker_that_dies_before_its_spec_is_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = asyncio.create_subprocess_exec
+
+    async def created_and_dead(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await create(*arguments, **options)
+        process.kill()
+        await process.wait()
+        return process
+
+    async def start() -> None:
+        async with _engine(tmp_path, "unstable_lite.engines.worker") as wire:
+            with pytest.raises(WorkerDied, match="engine-0 was killed by SIGKILL"):
+                await wire.process.watch()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", created_and_dead)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a run; its pipes raise once closed
+        runner.run(start())
 
 
 async def test_stop_ends_the_worker_with_exit_code_0(wire: Wire) -> None:
@@ -384,32 +420,12 @@ async def test_late_frame_of_a_dead_worker_is_not_taken_for_its_successors(wire:
     assert (await wire.process.ready(30))["kind"] == "scripted"
 
 
-async def test_scripted_engine_worker_loads_no_torch(wire: Wire) -> None:
-    maps = Path(f"/proc/{wire.process.pid}/maps").read_text()
-    assert "libtorch" not in maps
-
-
 async def test_simultaneous_requests_travel_in_one_frame(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[int] = []
     send = wire.router._socket.send_multipart
     monkeypatch.setattr(wire.router._socket, "send_multipart", lambda parts: (frames.append(1), send(parts))[1])
     await asyncio.gather(*(wire.engine.generate("p", 0) for _ in range(100)))
     assert len(frames) == 1
-
-
-def test_reply_without_a_waiting_request_is_ignored() -> None:
-    async def scenario() -> None:
-        directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
-        router = Router(directory)
-        EngineClient(router, "engine-0", CONFIG.engine).channel.receive(Done(request_id=99))
-        router.close()
-        shutil.rmtree(directory)
-
-    asyncio.run(scenario())
-
-
-def test_request_messages_have_a_request_id() -> None:
-    assert {"request_id"} <= set(LoadAdapter.__struct_fields__) & set(UnloadAdapter.__struct_fields__)
 
 
 def test_worker_orphaned_during_its_imports_exits(tmp_path: Path) -> None:
@@ -427,19 +443,18 @@ def test_worker_orphaned_during_its_imports_exits(tmp_path: Path) -> None:
     assert worker.wait(30) == ORPHANED
 
 
-def test_sockets_work_if_the_temporary_directory_has_a_long_name(
+async def test_reply_without_a_waiting_request_is_ignored(alone: tuple[Router, EngineClient]) -> None:
+    alone[1].channel.receive(Done(request_id=99))
+
+
+async def test_sockets_work_if_the_temporary_directory_has_a_long_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
+    (long := tmp_path / ("x" * 120)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-
-    async def scenario() -> None:
-        directory = rpc.make_socket_directory()
-        Router(directory).close()
-        shutil.rmtree(directory)
-
-    asyncio.run(scenario())
+    directory = rpc.make_socket_directory()
+    Router(directory).close()
+    shutil.rmtree(directory)
     assert not list(long.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Names of frozen players, the adapters that they stand for, and the copies that a run keeps."""
+"""Names of frozen players, the adapters that they stand for, the best of a run, and the copies that a run keeps."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from fakes.handmade_adapters import small, write_adapter
 from unstable_lite.adapters import frozen
 from unstable_lite.adapters.frozen import find_adapter, is_frozen, keep_copy, read_facts, slug
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
-from unstable_lite.errors import AdapterError, ConfigError, NoRoomError
+from unstable_lite.errors import AdapterError, ConfigError, NoRoomError, UnstableError
+from unstable_lite.tracking.run_directory import to_toml
 
 ENVS = (("Nim-v0-train", "scripted:random"), ("TicTacToe-v0-train", "base"))
+NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
 
 
-def write_run(directory: Path, updates: tuple[int, ...], lines: list[dict[str, Any]]) -> Path:
+def write_run(directory: Path, updates: tuple[int, ...], lines: list[dict[str, Any]], *eval_envs: Any) -> Path:
     for update in updates:
         write_adapter(directory / "checkpoints" / f"ckpt-{update}", small(update))
-    envs = "".join(
-        f'[[eval_envs]]\nenv_id = "{env_id}"\nnum_players = 2\nfixed_opponent = "{opponent}"\n'
-        for env_id, opponent in ENVS
-    )
-    (directory / "config.toml").write_text(envs)
+    eval_envs = eval_envs or tuple(NIM | {"env_id": env_id, "fixed_opponent": opponent} for env_id, opponent in ENVS)
+    (directory / "config.toml").write_text(to_toml({"eval_envs": list(eval_envs)}))
     (directory / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return directory
 
 
 def line(update: int, env: int, points: float | None, label: str = "update", reward: float = 0.0) -> dict[str, Any]:
-    env_id, opponent = ENVS[env]
+    env_id, opponent = (*ENVS, (ENVS[0][0], "scripted:random, greedy"))[env]
     return {
         "label": label,
         "model": f"ckpt-{update}",
@@ -80,6 +79,27 @@ def test_best_ignores(tmp_path: Path, ignored: list[dict[str, Any]]) -> None:
     assert found(f"{run}/best") == "ckpt-2"
 
 
+def test_best_checkpoint_is_that_over_all_samplings(tmp_path: Path) -> None:
+    lines = [line(1, 0, 0.6), line(1, 2, 0.1), line(2, 0, 0.5), line(2, 2, 0.9)]
+    greedy = NIM | {"temperature": 0.0, "error_allowance": 1, "key_of_another_version": 1}
+    assert found(f"{write_run(tmp_path, (1, 2), lines, NIM, greedy)}/best") == "ckpt-2"
+
+
+@pytest.mark.parametrize("env", [NIM | {"temperature": "x"}, {"env_id": "Nim-v0-train"}, {}, 3])
+def test_damaged_config_of_a_run_is_named(tmp_path: Path, env: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config\.toml is not the config of a run"):
+        found(f"{write_run(tmp_path, (1,), [line(1, 0, 0.6)], env)}/best")
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "7", "{}", '{"model": 1}', '{"model": "ckpt-1", "points": "x"}'])
+def test_evaluation_that_no_run_writes_is_named(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path, (1,), [line(1, 0, 0.6)])
+    with (run / "eval.jsonl").open("a") as file:
+        file.write(f"{text}\n")
+    with pytest.raises(UnstableError, match=r"eval\.jsonl, line 2\b"):
+        found(f"{run}/best")
+
+
 def test_best_counts_a_single_player_env_by_its_reward(tmp_path: Path) -> None:
     lines = [line(update, env, None, reward=1.0 / update) for update in (1, 2) for env in (0, 1)]
     assert found(f"{write_run(tmp_path, (1, 2), lines)}/best") == "ckpt-1"
@@ -110,9 +130,8 @@ def test_name_that_stands_for_no_adapter_is_refused(tmp_path: Path, name: str, s
 
 def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
     facts = read_facts(write_adapter(tmp_path / "a", small(), base="org/model"))
-    assert (facts.rank, facts.base, facts.is_zero) == (4, "org/model", False)
+    assert (facts.rank, facts.base) == (4, "org/model")
     assert facts.sizes == {"model.layers.0.self_attn.q_proj": (6, 8)}
-    assert read_facts(write_adapter(tmp_path / "zero", small(is_zero=True))).is_zero
 
 
 def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: Path) -> None:

@@ -147,13 +147,10 @@ def test_inconsistent_safetensors_file_is_refused_before_mapping(
         read_header(file_of(tmp_path / "x.safetensors", header, data))
 
 
-@pytest.mark.parametrize("header_bytes", [0, 1, 100, 1 << 25, (1 << 64) - 1])
-def test_header_with_a_wrong_length_is_refused(tmp_path: Path, header_bytes: int) -> None:
-    with pytest.raises(AdapterError, match="intact safetensors"):
-        read_header(file_of(tmp_path / "x.safetensors", {}, b"", header_bytes))
-
-
-def test_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
+def test_header_with_a_wrong_length_and_a_path_without_a_file_are_refused(tmp_path: Path) -> None:
+    for header_bytes in (0, 1, 100, 1 << 25, (1 << 64) - 1):
+        with pytest.raises(AdapterError, match="intact safetensors"):
+            read_header(file_of(tmp_path / "x.safetensors", {}, b"", header_bytes))
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / ("x" * 5000)):
         with pytest.raises(AdapterError):
             read_header(path)
@@ -176,23 +173,13 @@ def evil(tmp_path: Path) -> Path:
     """Return a directory of pickles under every name that a library would look for."""
     directory, content = tmp_path / "evil", pickle.dumps(_Evil(tmp_path / "it ran"))
     directory.mkdir()
-    names = (
-        "adapter_model.bin",
-        "adapter_model.pt",
-        "pytorch_model.bin",
-        "optimizer.pt",
-        "learner.pt",
-        "rng_state.pth",
-    )
+    names = "adapter_model.bin", "adapter_model.pt", "pytorch_model.bin", "optimizer.pt", "learner.pt", "rng_state.pth"
     for name in names:
         (directory / name).write_bytes(content)
+    pickle.loads(content)
+    (tmp_path / "it ran").rmdir()  # it would run
     (directory / CONFIG).write_text(json.dumps(PLAIN | {"target_modules": ["q_proj", "v_proj"]}))
     return directory
-
-
-def test_pickle_would_run_code_if_opened(evil: Path, tmp_path: Path) -> None:
-    pickle.loads((evil / "optimizer.pt").read_bytes())
-    assert (tmp_path / "it ran").exists()
 
 
 ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
@@ -335,6 +322,16 @@ def test_code_in_a_model_runs_only_on_request(tmp_path: Path, monkeypatch: pytes
         assert marker.exists() == asked
 
 
+def whole_checkpoint(path: Path) -> Path:
+    path.mkdir()
+    (path / LEAGUE).write_text("{}")
+    (path / WAITING).write_bytes(b"")
+    digest = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (LEAGUE, WAITING)}
+    manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": digest[name]} for name in digest}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    return path
+
+
 @pytest.mark.parametrize("name", ["../outside", "/dev/zero", "/etc/passwd", "a/../../outside"])
 def test_manifest_may_name_only_files_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_text("")
@@ -345,24 +342,19 @@ def test_manifest_may_name_only_files_of_its_checkpoint(tmp_path: Path, name: st
     assert name in (find_damage(path) or "")
 
 
-def test_checkpoint_whose_league_has_no_checksum_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "replace"),
+    [
+        (MANIFEST, lambda path: path.write_text("{}")),
+        (LEAGUE, lambda path: path.symlink_to(LEAGUE)),
+        (LEAGUE, os.mkfifo),
+    ],
+    ids=["no checksum of the league", "a link to itself", "a pipe, which would block"],
+)
+def test_checkpoint_with_a_replaced_file_is_damaged(
+    tmp_path: Path, file: str, replace: Callable[[Path], object]
+) -> None:
     path = whole_checkpoint(tmp_path / "ckpt-1")
-    (path / MANIFEST).write_text("{}")
+    (path / file).unlink()
+    replace(path / file)
     assert LEAGUE in (find_damage(path) or "")
-
-
-def test_pipe_in_a_checkpoint_is_damage_and_does_not_block(tmp_path: Path) -> None:
-    path = whole_checkpoint(tmp_path / "ckpt-1")
-    (path / LEAGUE).unlink()
-    os.mkfifo(path / LEAGUE)
-    assert LEAGUE in (find_damage(path) or "")
-
-
-def whole_checkpoint(path: Path) -> Path:
-    path.mkdir()
-    (path / LEAGUE).write_text("{}")
-    (path / WAITING).write_bytes(b"")
-    digest = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (LEAGUE, WAITING)}
-    manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": digest[name]} for name in digest}
-    (path / MANIFEST).write_text(json.dumps(manifest))
-    return path

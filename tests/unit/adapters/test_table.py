@@ -124,9 +124,9 @@ class AdapterLives(RuleBasedStateMachine):
             assert self.table.adapters[id].state is AdapterState.OFFERED
         for id in self._of_state(AdapterState.OFFERED):
             users = [*self.pinned, *self.games, *self.copying].count(id)
-            assert users == self.table.num_users(id) > 0
+            assert users == self.table.adapters[id].num_users > 0
         for id in self.table.retiring():
-            assert self.table.num_users(id) == 0
+            assert self.table.adapters[id].num_users == 0
 
     @invariant()
     def weights_are_known_exactly_as_long_as_they_can_be_asked_for(self) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from unstable_lite.config import Config
 from unstable_lite.planning.staleness import describe, in_flight, predict
-from unstable_lite.planning.validation import find_problems
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
 EVAL_ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
@@ -26,41 +25,6 @@ def config_of(policy: str = "turn", **sections: Any) -> Config:
             **sections,
         }
     )
-
-
-def problems_of(policy: str = "turn", **sections: Any) -> list[str]:
-    return [problem for problem in find_problems(config_of(policy, **sections)) if "adapter_policy" in problem]
-
-
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"algorithm": "grpo", "run": {"group_size": 4}}, "run.group_size = 4"),
-        ({"algorithm": "rloo", "run": {"group_size": 2}}, "run.group_size = 2"),
-        ({"rewards": {"group_baseline": "duplicate"}, "run": {"group_size": 2}}, "run.group_size = 2"),
-        ({"algorithm": "a2c"}, "a2c learns from episodes"),
-        ({"algorithm": "ppo"}, "ppo learns from episodes"),
-        ({"algorithm": "fakes.slow_learners:TakesItsTime", "buffer": {"kind": "episodes"}}, "learns from episodes"),
-    ],
-)
-def test_newest_adapter_in_each_turn_is_refused_with_groups_and_episodes(sections: dict[str, Any], says: str) -> None:
-    (problem,) = problems_of(**sections)
-    assert "league.adapter_policy = 'turn'" in problem
-    assert says in problem
-    assert "set it to 'game'" in problem
-    assert not problems_of("game", **sections)
-
-
-@pytest.mark.parametrize(
-    "sections", [{}, {"run": {"schedule": "sync"}}, {"algorithm": "fakes.slow_learners:TakesItsTime"}]
-)
-def test_newest_adapter_in_each_turn_is_accepted_with_single_steps(sections: dict[str, Any]) -> None:
-    assert not problems_of(**sections)
-
-
-def test_unknown_adapter_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="adapter_policy"):
-        config_of("newest")
 
 
 FEW_SLOTS: dict[str, Any] = {

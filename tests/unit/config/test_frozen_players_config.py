@@ -16,7 +16,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.opponents import frozen_adapters
 from unstable_lite.league.samplers import check_league
-from unstable_lite.planning.adapter_slots import adapter_slots_needed
+from unstable_lite.planning.defaults import adapter_slots_needed
 from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.tracking.run_directory import to_toml

@@ -14,12 +14,11 @@ from unstable_lite.config.env_ids import canonical_env_id, slug, with_slugs
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, game_spec, read_key
 from unstable_lite.evaluation.models import BASE_MODEL, NO_OPPONENT
-from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.evaluation.plan import Cell, game_spec, plan_evaluation, read_key
 from unstable_lite.evaluation.probing import with_positions
 from unstable_lite.games.env_start import environment_of
-from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unstable_lite.cli import summaries
-from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, as_line
-from unstable_lite.orchestrator.summary import Summary
+from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, as_line, evaluation_tables
+from unstable_lite.orchestrator.run import Summary
 from unstable_lite.tracking.evaluations import Tally
 
 
@@ -95,28 +95,19 @@ def test_brackets_are_shown_literally_everywhere(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     message = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
-    model, opponent = "/exp[lr=1]/ckpt-2", "vendor/model[/INST]"
+    model, opponent = "/exp[lr=1]/:fire:/ckpt-2", "vendor/model[/INST]"
     terminal = TerminalInterface()
     terminal.say(message)
     assert message in capsys.readouterr().out
     tally = Tally()
     tally.add("win", 1.0, own_invalid=False)
     evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
-    summary = Summary(
-        directory=Path("/runs/[red]"),
-        updates=3,
-        skipped_updates=0,
-        games=1,
-        void_games=0,
-        dropped_stale_steps=0,
-        seconds=1.0,
-        training_seconds=1.0,
-        evaluations=(evaluation,),
-        alarms=(message,),
-        checkpoint=None,
-        collapsed=(evaluation.describe(),),
-        stopped_by=None,
-    )
+    counts = {"updates": 3, "skipped_updates": 0, "games": 1, "void_games": 0, "dropped_stale_steps": 0}
+    ended = {"seconds": 1.0, "training_seconds": 1.0, "checkpoint": None, "stopped_by": None}
+    texts = {"directory": Path("/runs/[red]"), "alarms": (message,), "collapsed": (evaluation.describe(),)}
+    summary = Summary(evaluations=(evaluation,), **counts, **ended, **texts)  # type: ignore[arg-type]
+    terminal.console.print(*evaluation_tables([evaluation]))
+    assert model in capsys.readouterr().out
     summaries.print_summary(summary)
     shown = capsys.readouterr().out
     assert all(

@@ -14,6 +14,7 @@ from unstable_lite.engines import devices
 from unstable_lite.engines.base import load_engine
 from unstable_lite.engines.devices import choose_engine, count_gpus, resolve_devices
 from unstable_lite.errors import ConfigError
+from unstable_lite.orchestrator.workers import environment
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.worker_main import WorkerSpec
 
@@ -78,11 +79,42 @@ def test_missing_or_repeated_devices_are_refused(gpus: Any, engine: Any, learner
         resolve_devices(engine, learner)
 
 
-def test_only_visible_devices_count(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("2,3", ["2", "3"]),
+        (" 1 , 2 ", ["1", "2"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("none", []),
+        ("0,-1,1", ["0"]),
+        ("0,,2", ["0"]),
+        ("0,9,1", ["0"]),
+        ("0,1,0", []),
+        ("0,GPU-8f3a", ["0"]),
+        ("GPU-8f3a,", ["GPU-8f3a"]),
+        ("GPU-8f3a,MIG-77,1", ["GPU-8f3a", "MIG-77"]),
+        ("GPU-8f3a,GPU-8f3a", []),
+        ("GPU-8f3a,GPU-0000,MIG-77", ["GPU-8f3a"]),
+        ("GPU-", []),
+    ],
+)
+def test_visible_devices_are_those_that_cuda_would_see(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
     gpus(4)
-    for visible, count in (("2,3", 2), ("", 0), ("-1", 0), ("GPU-8f3a,", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert count_gpus() == count
+    listed = "GPU 0: H (UUID: GPU-8f3a-1)\n  MIG 1g Device 0: (UUID: MIG-77-2)\nGPU 1: H (UUID: GPU-9)\n"
+    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *_: listed)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [environment((index,), 1)["CUDA_VISIBLE_DEVICES"] for index in range(count_gpus())] == names
+
+
+def test_uuids_count_if_nvidia_smi_lists_none(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(4)
+    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *_: "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert count_gpus() == 2
 
 
 def test_auto_takes_vllm_on_gpus_if_it_is_installed(installed: Any) -> None:

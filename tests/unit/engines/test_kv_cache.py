@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +91,16 @@ def test_cleared_cache_serves_no_prefix(cache: KVCache) -> None:
     cache.clear()
     assert cache.find(tokens("a game"), 1).length == cache.find(tokens("a game"), 2).length == 0
     assert run(cache, "a game", version=1) == 0
+
+
+def test_released_cache_holds_no_memory_and_no_prefix(cache: KVCache) -> None:
+    run(cache, "a game")
+    held = weakref.ref(cache.key_LSHTD), weakref.ref(cache.value_LSHTD)
+    cache.release()
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    cache.allocate()
+    assert cache.find(tokens("a game"), 0).length == 0 and not cache.key_LSHTD.any()
 
 
 def test_running_prompt_promises_its_uncomputed_tokens(cache: KVCache) -> None:

@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from fakes.random_models import make_adapter, make_model
-from fakes.remote_engine import engine_spec, generate
+from fakes.remote_engine import engine_spec, generate, request
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.engines.lora import Group, LoraLinear, LoraModel
 from unstable_lite.errors import ModelError
-from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation
 
 ADAPTED = ((1, ["q_proj", "up_proj"]), (2, ["k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]))
@@ -58,7 +57,7 @@ def test_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: l
     engine.unload_adapter(1)
     assert isinstance(engine._model, LoraModel)
     layers = engine._model._layers.values()
-    assert len(layers) == 14 and all(layer._pairs.keys() == {2} for layer in layers)
+    assert len(layers) == 14 and all(layer.pairs.keys() == {2} for layer in layers)
     assert not (engine._cache._version_S == 1).any()
 
 
@@ -73,18 +72,8 @@ def test_interleaved_rows_of_many_versions_match_peft(tmp_path: Path) -> None:
         engine.load_adapter(version, adapter)
         judges.append(peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(path), adapter))
     for number in range(9):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt=f"{number} starts here" + " and continues" * (14 - number),
-                adapter_version=number % 3,
-                max_tokens=5 + number,
-                temperature=1.0,
-                top_p=1.0,
-                stop=(),
-                seed=number,
-            )
-        )
+        prompt = f"{number} starts here" + " and continues" * (14 - number)
+        engine.add_request(request(number, number % 3, prompt=prompt, max_tokens=5 + number, temperature=1.0))
     replies: dict[int, Generation] = {}
     num_without_sample = 0
     while engine.has_unfinished():

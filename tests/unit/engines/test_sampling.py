@@ -1,11 +1,18 @@
-"""The token that is drawn. test_conformance.py checks the distribution of the draws on whole engines."""
+"""The token that is drawn, and the seeds of requests that bring none.
+
+test_conformance.py checks the distribution of the draws on whole engines.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from unstable_lite.engines.sampling import draw
+from fakes.remote_engine import engine_spec, finish, request
+from unstable_lite.engines.embedded.engine import TransformersEngine, draw
 
 ULP = 2.0**-24
 
@@ -18,3 +25,22 @@ def test_zero_weight_token_is_never_drawn_despite_rounded_sums(uniform: float, e
     id_B1 = draw(prob_BV, torch.stack((sequential, parallel)), torch.tensor([[uniform], [uniform]]))
     assert id_B1.tolist()[0] == [expected]
     assert prob_BV.gather(-1, id_B1).tolist() == [[0.5], [0.5]]
+
+
+def drawn(seed: int | None, **spec: Any) -> list[list[int]]:
+    """Return the tokens of the first four requests."""
+    engine = TransformersEngine(replace(engine_spec(kind="transformers", max_model_len=64), **spec))
+    for number in range(4):
+        engine.add_request(request(number, prompt="Your move:", max_tokens=8, temperature=1.0, seed=seed))
+    return [generation.completion_ids.tolist() for generation in finish(engine)]
+
+
+def test_default_seed_follows_run_seed_and_engine_name_until_a_restart() -> None:
+    first = drawn(None)
+    assert drawn(None) == first != drawn(None, name="engine-1")
+    again = drawn(None, is_restart=True)
+    assert first != again != drawn(None, is_restart=True)
+
+
+def test_explicit_seed_draws_the_same_after_a_restart() -> None:
+    assert drawn(7) == drawn(7, is_restart=True)

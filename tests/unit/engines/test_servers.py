@@ -9,23 +9,20 @@ import pytest
 
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig
-from unstable_lite.engines.vllm_server.config_checks import server_keys, server_problems, server_url
+from unstable_lite.engines.vllm_checks import server_keys, server_problems, server_url
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY
+from unstable_lite.games.api_keys import SERVER_KEY
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.validation import find_problems
 
 URLS = ("http://gpu-1:8000", "http://gpu-2:8000/v1")
 
 
-def problems_of(environment: dict[str, str] | None = None, **engine: Any) -> list[str]:
-    return list(server_problems(EngineConfig(**engine), environment or {}))
+def problems_of(**engine: Any) -> list[str]:
+    return list(server_problems(EngineConfig(**engine)))
 
 
-def test_servers_with_shared_folder_or_sidecars_make_a_plan(tmp_path: Path) -> None:
-    assert problems_of(kind="vllm-server", urls=URLS, adapter_folder=tmp_path) == []
-    receivers = ("http://gpu-1:8001", "http://gpu-2:8001")
-    assert problems_of({RECEIVER_KEY: "s"}, kind="vllm-server", urls=URLS, adapter_receivers=receivers) == []
+def test_urls_may_end_in_v1() -> None:
     assert [server_url(url) for url in URLS] == ["http://gpu-1:8000", "http://gpu-2:8000"]
 
 
@@ -38,15 +35,10 @@ def test_servers_with_shared_folder_or_sidecars_make_a_plan(tmp_path: Path) -> N
         ({"urls": ("http://a:1", "http://a:1/v1/")}, "http://a:1"),
         ({"urls": URLS, "devices": (0,)}, "engine.devices = [0]"),
         ({"urls": URLS, "adapter_folder": None}, "engine.adapter_folder"),
-        ({"urls": URLS, "adapter_receivers": ("http://a:1", "http://b:1")}, "engine.adapter_folder"),
         ({"urls": URLS, "adapter_folder": Path("relative")}, "absolute path"),
         ({"urls": URLS, "adapter_folder": Path("/nonexistent/adapters")}, "/nonexistent/adapters"),
         ({"urls": URLS, "adapter_folder": Path("/" + "x" * 5000)}, "x" * 5000),
         ({"urls": URLS, "adapter_folder": Path("/x\0y")}, "writable directory"),
-        ({"urls": URLS, "adapter_folder": None, "adapter_receivers": ("http://a:1",)}, "engine.adapter_receivers"),
-        ({"urls": URLS, "adapter_folder": None, "adapter_receivers": ("ftp://a",) * 2}, "engine.adapter_receivers.0"),
-        ({"urls": URLS, "adapter_folder": None, "adapter_receivers": URLS}, "address and port"),
-        ({"urls": URLS, "adapter_folder": None, "adapter_receivers": ("http://a:1", "http://b:1")}, RECEIVER_KEY),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -56,8 +48,8 @@ def test_unusable_server_config_is_reported(tmp_path: Path, engine: dict[str, An
 
 
 def test_server_keys_are_refused_for_other_engines(tmp_path: Path) -> None:
-    problems = problems_of(kind="vllm", urls=URLS, adapter_folder=tmp_path, adapter_receivers=URLS)
-    assert len(problems) == 3 and all("engine.kind = 'vllm-server'" in problem for problem in problems)
+    problems = problems_of(kind="vllm", urls=URLS, adapter_folder=tmp_path)
+    assert len(problems) == 2 and all("engine.kind = 'vllm-server'" in problem for problem in problems)
     assert problems_of(kind="vllm") == []
 
 
@@ -85,7 +77,6 @@ def test_check_finds_problems_and_describes_the_plan(tmp_path: Path) -> None:
 
 
 def test_only_configured_server_keys_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(RECEIVER_KEY, raising=False)
     monkeypatch.setenv(SERVER_KEY, "k")
     monkeypatch.setenv("OPENAI_API_KEY", "another's")
     assert server_keys() == {SERVER_KEY: "k"}

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from fakes.random_models import LONGROPE, make_adapter, make_model, make_tokenizer
-from fakes.remote_engine import engine_spec, generate
+from fakes.remote_engine import engine_spec, generate, request
+from unstable_lite.config import Config
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.errors import ConfigError, ModelError, RequestError
 from unstable_lite.planning.plan import make_engine_plan, make_plan
 from unstable_lite.planning.validation import find_problems
-from unstable_lite.transport.messages import Generate
 
 
 def load(path: Path, **engine: Any) -> TransformersEngine:
@@ -40,14 +41,14 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma", {}),
     ("Olmo2", {}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+    ("Afmoe", {**EXPERTS, "num_dense_layers": 1}),  # passes the mask of its attention by keyword
+    ("Doge", {}),  # so does it
 ]
 
 
 @pytest.mark.parametrize(("name", "fields"), MODELS, ids=[name for name, *_ in MODELS])
 def test_stock_models_are_served_with_adapters(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     import peft
-    import torch
-    import transformers
 
     path = make_model(tmp_path / "model", name, **fields)
     targets = {"GPT2": ["c_attn", "c_proj", "c_fc"], "GPTNeoX": ["query_key_value", "dense_h_to_4h"]}
@@ -69,6 +70,11 @@ def test_stock_models_are_served_with_adapters(name: str, fields: dict[str, Any]
         size = len(generation.completion_ids)
         logprobs = (logits[-size:] / 0.8).log_softmax(-1)[torch.arange(size), torch.tensor(ids[-size:])]
         np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=2e-4)
+
+
+def model_problems(config: Config) -> list[str]:
+    """Return the problems, except that the env's prompts are longer than the context of these models."""
+    return [problem for problem in find_problems(config) if "the first prompt of a game" not in problem]
 
 
 GEMMA4 = {"vocab_size_per_layer_input": 288, "hidden_size_per_layer_input": 16}
@@ -95,9 +101,9 @@ def test_check_refuses_a_model_in_the_words_of_the_engine(
     with pytest.raises(ModelError, match=reason) as caught:
         TransformersEngine(spec)
     assert "engine.kind = 'vllm'" in str(caught.value)
-    assert find_problems(spec.config) == [str(caught.value)]
+    assert model_problems(spec.config) == [str(caught.value)]
     others = spec.config.engine.model_copy(update={"kind": "scripted"})
-    assert find_problems(spec.config.model_copy(update={"engine": others})) == []
+    assert model_problems(spec.config.model_copy(update={"engine": others})) == []
     with pytest.raises(ConfigError, match=reason):
         make_engine_plan(spec.config)
 
@@ -105,7 +111,7 @@ def test_check_refuses_a_model_in_the_words_of_the_engine(
 def test_chunks_as_long_as_the_context_are_served(tmp_path: Path) -> None:
     path = make_model(tmp_path, "Llama4Text", attention_chunk_size=128, num_local_experts=2, intermediate_size_mlp=128)
     spec = engine_spec(model=str(path), kind="transformers", **LENGTHS)
-    assert find_problems(spec.config) == []
+    assert model_problems(spec.config) == []
     assert len(generate(TransformersEngine(spec), 0)) == 1
 
 
@@ -154,18 +160,7 @@ def test_longrope_limits_the_sequence_length(tmp_path: Path, caplog: pytest.LogC
     assert engine.info["max_model_len"] == 64
     assert "engine.max_model_len = 256" in caplog.text and "64" in caplog.text
     with pytest.raises(RequestError, match="63"):
-        engine.add_request(
-            Generate(
-                request_id=1,
-                prompt="x" * 64,
-                adapter_version=0,
-                max_tokens=1,
-                temperature=1.0,
-                top_p=1.0,
-                stop=(),
-                seed=1,
-            )
-        )
+        engine.add_request(request(1, prompt="x" * 64, max_tokens=1))
     (generation,) = generate(engine, 0)
     assert len(generation.prompt_ids) + len(generation.completion_ids) < 64
 
@@ -179,6 +174,24 @@ def test_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_d
     make_tokenizer(tmp_path)
     with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         load(tmp_path)
+
+
+def test_template_whose_token_has_no_row_ends_the_start(tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(make_model(tmp_path, vocab_size=258))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["Answer:"]})
+    tokenizer.save_pretrained(tmp_path)
+    spec = engine_spec(model=str(tmp_path), kind="transformers", **LENGTHS)
+    assert "'Answer:' (id 258)" in find_problems(spec.config)[0]
+    with pytest.raises(ModelError, match="'Answer:' of id 258, and the model's embedding has 258 rows"):
+        TransformersEngine(spec)
+
+
+@pytest.mark.parametrize("token_id", [288, -1])
+def test_token_without_a_row_fails_its_request_alone(token_id: int, model_dir: Path) -> None:
+    engine = load(model_dir)
+    with pytest.raises(RequestError, match=f"token id {token_id}; .* 288 rows"):
+        engine.add_request(request(0, prompt_ids=np.array([5, token_id, 7], np.int32)))
+    assert len(generate(engine, 0)) == 1
 
 
 def test_too_little_memory_for_one_sequence_is_refused_with_sizes(model_dir: Path) -> None:
@@ -204,7 +217,7 @@ def test_cache_takes_no_more_memory_than_configured(model_dir: Path, kv_cache_gb
 @pytest.mark.parametrize("threads", [1, 2])
 def test_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threads: int) -> None:
     before = torch.get_num_threads()
-    sizes = {"max_model_len": 128, "max_generation_len": 16}
+    sizes = {"max_model_len": 1024, "max_generation_len": 16}
     spec = engine_spec(model=str(model_dir), kind="transformers", threads=threads, **sizes)
     planned = make_plan(spec.config).engine_threads
     try:

@@ -1,24 +1,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import (
-    Cell,
-    CellKey,
-    as_trained,
-    game_spec,
-    in_rounds,
-    make_cells,
-    make_tournament,
-    read_key,
-)
 from unstable_lite.evaluation.models import BASE_MODEL, NO_OPPONENT, EvaluatedModel
+from unstable_lite.evaluation.plan import Cell, as_trained, game_spec, in_rounds, make_cells, read_key
 from unstable_lite.types import ModelRef
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
@@ -33,7 +26,7 @@ def adapter(number: int) -> EvaluatedModel:
 
 
 def facts(key: str, path: Path) -> FrozenAdapter:
-    return FrozenAdapter(path=path, key=key, rank=4, base="", sizes={}, is_zero=False)
+    return FrozenAdapter(path=path, key=key, rank=4, base="", sizes={})
 
 
 def ref(model: EvaluatedModel) -> ModelRef:
@@ -41,7 +34,7 @@ def ref(model: EvaluatedModel) -> ModelRef:
 
 
 def test_every_model_meets_every_opponent_in_every_env() -> None:
-    cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM, BASE_MODEL], [NIM, FROZEN])
+    cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM, BASE_MODEL], [NIM, FROZEN])
     assert [(c.env.env_id, c.model.name, c.opponent.name) for c in cells] == [
         ("Nim-v0-train", "base", "scripted:random"),
         ("Nim-v0-train", "base", "base"),
@@ -53,7 +46,7 @@ def test_every_model_meets_every_opponent_in_every_env() -> None:
 
 
 def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
-    cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM], [NIM])
+    cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM])
     one, other = ([game_spec(cell, number, 7, ref) for number in range(20)] for cell in cells)
     assert [spec.seed for spec in one] == [spec.seed for spec in other]
     assert set(Counter(spec.seed for spec in one).values()) == {2}  # once from either seat
@@ -66,29 +59,20 @@ def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
 
 def test_cells_that_differ_only_in_sampling_are_one_as_trained() -> None:
     samplings = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
-    cells = make_cells([BASE_MODEL, adapter(1)], lambda _: [RANDOM], [NIM.model_copy(update=of) for of in samplings])
+    cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM.model_copy(update=of) for of in samplings])
     assert len({cell.key for cell in cells}) == 6
-    assert as_trained(cells) == make_cells([BASE_MODEL, adapter(1)], lambda _: [RANDOM], [NIM])
+    assert as_trained(cells) == make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM])
 
 
-def test_tournament_has_every_pair_once_or_both_ways_if_one_sits_alone() -> None:
-    models = [adapter(n) for n in range(4)]
-    assert len(make_tournament(models, [NIM])) == 6
-    cells = make_tournament(models, [DICE])
-    assert len(cells) == len({(c.model.name, c.opponent.name) for c in cells}) == 12
-    seats = [a.model.uid for a in game_spec(cells[0], 1, 0, ref).agent_specs]
-    assert seats == ["ckpt-1", "ckpt-0", "ckpt-1"]
-
-
-@pytest.mark.parametrize(("models", "env"), [([BASE_MODEL], NIM), ([BASE_MODEL, RANDOM], FROZEN)])
-def test_tournament_of_one_or_without_opponents_is_refused(models: list[EvaluatedModel], env: EvalEnvSpec) -> None:
-    with pytest.raises(ConfigError, match="tournament"):
-        make_tournament(models, [env])
+def test_one_model_sits_alone_among_several_seats() -> None:
+    (cell,) = make_cells([adapter(0)], [adapter(1)], [DICE])
+    assert [a.model.uid for a in game_spec(cell, 1, 0, ref).agent_specs] == ["ckpt-1", "ckpt-0", "ckpt-1"]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 100])
 def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots: int) -> None:
-    cells = make_tournament([BASE_MODEL, RANDOM, *(adapter(n) for n in range(6))], [NIM])
+    models = [BASE_MODEL, RANDOM, *(adapter(n) for n in range(6))]
+    cells = make_cells(models, models, [NIM])
     rounds = in_rounds(cells, slots)
     assert [cell for round_ in rounds for cell in round_] == cells
     for round_ in rounds:
@@ -98,7 +82,7 @@ def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots: int) -> None:
 
 def test_pair_that_does_not_fit_the_slots_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"engine\.max_loras = 1: ckpt-0 .*ckpt-1 .*2"):
-        in_rounds(make_tournament([adapter(0), adapter(1)], [NIM]), 1)
+        in_rounds(make_cells([adapter(0)], [adapter(1)], [NIM]), 1)
 
 
 def test_cell_is_identified_by_contents_not_by_names() -> None:
@@ -110,21 +94,22 @@ def test_cell_is_identified_by_contents_not_by_names() -> None:
     assert len(keys) == 4
 
 
-def test_cell_key_contains_how_the_cell_is_played() -> None:
-    played = DICE.model_copy(update={"prompt_template": "tiny", "max_turns": 9, "observation": "first-last"})
-    assert read_key(Cell(model=adapter(1), opponent=RANDOM, env=played).key) == CellKey(
-        model_key="digest 1",
-        opponent_key="scripted:random",
-        env_id="LiarsDice-v0-small-train",
-        num_players=3,
-        prompt_template="tiny",
-        other_settings="max_turns=9, observation=first-last",
-    )
-    assert read_key(Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN).key) == CellKey(
-        model_key="base",
-        opponent_key="none",
-        env_id="FrozenLake-v0-train",
-        num_players=1,
-        prompt_template="default",
-        other_settings="",
-    )
+@pytest.mark.parametrize(
+    ("cell", "key"),
+    [
+        (
+            Cell(
+                model=adapter(1),
+                opponent=RANDOM,
+                env=DICE.model_copy(update={"prompt_template": "tiny", "max_turns": 9, "observation": "first-last"}),
+            ),
+            ("digest 1", "scripted:random", DICE.env_id, 3, "tiny", "max_turns=9, observation=first-last"),
+        ),
+        (
+            Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN),
+            ("base", "none", FROZEN.env_id, 1, "default", ""),
+        ),
+    ],
+)
+def test_cell_key_contains_how_the_cell_is_played(cell: Cell, key: tuple[Any, ...]) -> None:
+    assert astuple(read_key(cell.key)) == key

@@ -58,13 +58,6 @@ def test_models_and_opponents_of_one_name_are_distinguished(run: Path, tmp_path:
     assert opponents[1] == models[1]
 
 
-def test_adapter_with_zero_b_matrices_is_recognised_as_the_base(tmp_path: Path) -> None:
-    zero, other = (
-        write_adapter(tmp_path / name, small(is_zero=is_zero)) for name, is_zero in (("zero", True), ("other", False))
-    )
-    assert [model.is_zero for model in find_models([str(zero), str(other)])] == [True, False]
-
-
 def test_run_of_a_checkpoint_is_found(run: Path) -> None:
     assert find_run(["base", "scripted:random", str(run / "checkpoints" / "ckpt-2")]) == run
     assert find_run([str(run)]) == run
@@ -99,29 +92,13 @@ def test_all_invalid_model_names_are_reported_at_once(tmp_path: Path) -> None:
     (half / "adapter_model.safetensors").unlink()
     garbled = write_adapter(tmp_path / "garbled", small())
     (garbled / "adapter_model.safetensors").write_bytes(b"not safetensors at all")
-    words = [
-        "nonsense",
-        str(tmp_path / "nowhere"),
-        *(str(tmp_path / x) for x in ("empty", "run")),
-        str(half),
-        str(garbled),
-    ]
+    places = {"nowhere": "nowhere'", "empty": "empty", "run": "no checkpoint", "half": "adapter_model.safetensors"}
+    places["garbled"] = "garbled/adapter_model.safetensors"
     with pytest.raises(ConfigError) as caught:
-        find_models(words)
+        find_models(["nonsense", *(str(tmp_path / name) for name in places)])
     says = caught.value.problems
     assert len(says) == 6
-    for problem, part in zip(
-        says,
-        (
-            "'nonsense'",
-            "nowhere'",
-            "empty",
-            "no checkpoint",
-            "adapter_model.safetensors",
-            "garbled/adapter_model.safetensors",
-        ),
-        strict=True,
-    ):
+    for problem, part in zip(says, ("'nonsense'", *places.values()), strict=True):
         assert part in problem
 
 

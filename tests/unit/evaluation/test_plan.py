@@ -58,6 +58,23 @@ def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -
     assert of_env == {"Nim-v0-train": ((("piles", (2, 3)),), 2), "TicTacToe-v0-train": ((), 0)}
 
 
+def test_prompts_are_those_of_the_run_of_the_models_or_of_the_config(tmp_path: Path) -> None:
+    trained = str(write_adapter(tmp_path / "run" / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY))
+    config = write_config(tmp_path / "run", "scripted:random")
+    other = write_config(tmp_path, "scripted:random")
+    assert plan_evaluation([trained], output=tmp_path / "out").run == tmp_path / "run"
+    assert plan_evaluation([trained], output=tmp_path / "out", config=other).run == tmp_path / "run"
+    assert plan_evaluation(["base"], output=tmp_path / "out", config=config).run == tmp_path / "run"
+    assert plan_evaluation(["base"], output=tmp_path / "out", config=other).run is None
+
+
+def test_settings_of_earlier_results_are_those_of_templates_without_new_keys(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "scripted:random")
+    path.write_text(path.read_text() + '[templates.mine]\nuser = "{observation}"\n')
+    made = plan_evaluation(["base"], output=tmp_path / "out", config=path).settings["templates"]["mine"]
+    assert set(made) == {"user", "system", "assistant", "chat", "thinking", "stop", "zero_sum"}
+
+
 def test_every_opponent_that_is_not_found_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path, f"adapter:{tmp_path}/nowhere", f"run:{tmp_path}/none/best", "scripted:random")
     trained = str(write_adapter(tmp_path / "trained", small()))

@@ -20,8 +20,7 @@ from unstable_lite.evaluation.probing import (
     state_dependence,
     uniform_distribution,
 )
-from unstable_lite.games.players.greedy import greedy_actions
-from unstable_lite.games.players.optimal import optimal_actions
+from unstable_lite.games.players.lookahead import greedy_actions, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)

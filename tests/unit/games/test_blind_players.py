@@ -11,7 +11,7 @@ from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.blind import BlindPlayer, _Games, best_preferences, first_legal
 from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, opponent_problem
-from unstable_lite.games.players.optimal import OptimalPlayer
+from unstable_lite.games.players.lookahead import OptimalPlayer
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, RandomLegalPlayer, ScriptedPlayer, legal_actions
 
 NIM = "Nim-v0-train"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from unstable_lite.config.games import EvalEnvSpec
-from unstable_lite.evaluation.cells import Cell, game_spec
 from unstable_lite.evaluation.models import EvaluatedModel, opponent
+from unstable_lite.evaluation.plan import Cell, game_spec
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import ScriptedPlayer
@@ -41,12 +41,10 @@ def played(spec: GameSpec) -> tuple[list[int], list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("env_id", "names"),
     [
-        (KUHN, ("scripted:cfr", "scripted:random")),
-        (LEDUC, ("scripted:cfr", "scripted:random")),
-        (DICE, ("scripted:cfr", "scripted:random")),
-        (PIG, ("scripted:mcts:20", "scripted:random")),
+        (KUHN, ("scripted:cfr", "scripted:random")), (LEDUC, ("scripted:cfr", "scripted:random")),
+        (DICE, ("scripted:cfr", "scripted:random")), (PIG, ("scripted:mcts:20", "scripted:random")),
     ],
-)
+)  # fmt: skip
 def test_swapped_seats_get_the_same_cards_also_if_moves_differ(env_id: str, names: tuple[str, str]) -> None:
     model, other = map(opponent, names)
     cell = Cell(model=model, opponent=other, env=EvalEnvSpec(env_id=env_id, num_players=2))

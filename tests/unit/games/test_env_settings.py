@@ -6,21 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from textarena.envs.Nim.env import NimEnv
+from textarena.envs.registration import ENV_REGISTRY, register
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.probing import random_positions
-from unstable_lite.games.env_catalogue import is_isolated, probe
+from unstable_lite.games.env_catalogue import is_isolated, probe, trial
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.player import Player
-from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.players.policy import Player, PolicyPlayer
 from unstable_lite.games.templates import TEMPLATES
-from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.planning.validation import find_engine_problems, learning_problems, played_otherwise
-from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.planning.envs import played_otherwise
+from unstable_lite.planning.plan import make_engine_plan
+from unstable_lite.planning.rules import training_rules
+from unstable_lite.planning.validation import find_engine_problems
+from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.types import Generation, ModelRef, Observation, Reply, Sampling
@@ -59,6 +62,7 @@ def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: s
     rewards, remarks = env.close()
     assert rewards == {0: 1.0, 1: -1.0}
     assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
+    assert start_environment(env_id, 2, 1).play("nonsense") is None, "none by default"
 
 
 @pytest.mark.parametrize("observation", ["env", "first-last", "board"])
@@ -73,12 +77,6 @@ def test_a_move_that_does_not_raise_the_count_of_errors_is_valid() -> None:
     env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
     env.play("[0 1]")
     assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
-
-
-def test_no_move_is_repeated_by_default() -> None:
-    env = start_environment("TicTacToe-v0-train", 2, 1)
-    env.observe()
-    assert env.play("nonsense") is None
 
 
 async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> None:
@@ -136,12 +134,55 @@ def test_blind_player_is_refused_in_an_env_with_arguments() -> None:
 
 
 def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
-    def lengths(**keys: Any) -> list[int]:
-        return trial_lengths(config_of(**keys).train_envs[0])
+    def lengths(**keys: Any) -> tuple[int, ...]:
+        return trial(config_of(**keys).train_envs[0]).lengths
 
     assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
     assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
+
+
+@pytest.mark.parametrize("env_id", ["QuantumTicTacToe-v0-train", "SpiteAndMalice-v0-train"])
+def test_env_with_rewards_of_other_players_is_refused(env_id: str) -> None:
+    (problem,) = find_engine_problems(config_of(NIM | {"env_id": env_id, "num_players": 1}))
+    assert "a trial game failed" in problem and "exactly one entry for each of 1 players" in problem
+    assert not find_engine_problems(config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"}))
+
+
+class OddNim(NimEnv):  # type: ignore[misc]
+    """Nim whose fault begins at the second move, or at the end."""
+
+    fault = ""
+
+    def step(self, action: str) -> Any:
+        if self.fault == "raises" and self.state.turn:
+            raise KeyError("no such pile")
+        return super().step(action)
+
+    def close(self) -> Any:
+        if self.fault == "asks a judge":
+            raise ConnectionError("no network here")
+        rewards, remarks = super().close()
+        odd = {"lacks a reward": {0: 1}, "pays text": {0: "1", 1: 0}, "pays nan": {0: float("nan"), 1: 0}}
+        return odd.get(self.fault, rewards), remarks
+
+
+@pytest.mark.parametrize("fault", ["raises", "lacks a reward", "pays text", "pays nan", "asks a judge", ""])
+@pytest.mark.parametrize("family", ["Nim", "Unknown"])
+def test_trial_game_finds_what_is_wrong_with_an_env(fault: str, family: str) -> None:
+    env_id = f"{family}-v0-{fault.replace(' ', '')}odd"
+    nim = ENV_REGISTRY["Nim-v0-train"]
+    env_class = type("Odd", (OddNim,), {"fault": fault})
+    register(id=env_id, entry_point=env_class, default_wrappers=nim.default_wrappers, **nim.kwargs)
+    config = config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"})
+    problems = find_engine_problems(config)
+    # Without legal moves, the game ends at its first one, and only the rewards of that end are seen.
+    is_found = fault not in ("", "asks a judge") and (family == "Nim" or fault != "raises")
+    assert [env_id in problem and "a trial game failed" in problem for problem in problems] == [True] * is_found
+    if not is_found:
+        rows = [text for name, text in make_engine_plan(config).describe() if name == "rewards not seen"]
+        unseen = "no network here" if fault == "asks a judge" else "knows no legal moves" * (family != "Nim")
+        assert [unseen in row for row in rows] == [True] * bool(unseen)
 
 
 @pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])
@@ -149,25 +190,17 @@ async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowan
     """The critic judges a player's last step, unless the turn cap cut off a player who could still move."""
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=allowance, max_turns=1)
     record = new_record(new_game(env, [BASE, BASE], 0, "train", 2, trained=(0,)))
-    await run_game(
-        record,
-        environment_of(record.spec, 1),
-        {0: PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)},
-        100,
-    )
+    player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)
+    await run_game(record, environment_of(record.spec, 1), {0: player}, 100)
     (step,) = record.trajectories[0].steps
     assert step.context is not None
     assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
 
 
 async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
+    ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
     return Generation(
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.array([2], np.int32),
-        logprobs=np.zeros(1, np.float32),
-        text="nonsense",
-        finish_reason="stop",
-        adapter_version=version,
+        prompt_ids=ids, completion_ids=ids, logprobs=logprobs, text="nonsense", finish_reason="stop", adapter_version=0
     )
 
 
@@ -193,8 +226,8 @@ def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
     assert [env.opponent for env in config.eval_envs] == [
         "scripted:random", "scripted:random, greedy", "scripted:random, T=0.3"
     ]  # fmt: skip
-    assert not [problem for problem in learning_problems(config) if "listed" in problem]
-    assert "listed 2 times" in "".join(learning_problems(config_of(greedy, greedy)))
+    assert not [problem for problem in training_rules(config) if "listed" in problem]
+    assert "listed 2 times" in "".join(training_rules(config_of(greedy, greedy)))
 
 
 @pytest.mark.parametrize("in_lock_step", [False, True])

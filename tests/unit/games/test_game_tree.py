@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.study.averaging import average
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.game_tree import GameTree, Policy, renormalised, uniform
-from unstable_lite.games.openspiel.flatten import flatten, solved_moves
 from unstable_lite.games.openspiel.game import OpenSpielGame
+from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, solved_moves, uniform
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 
 pyspiel = pytest.importorskip("pyspiel")
@@ -108,7 +108,7 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
     one, two, three = (random_policy(tree, seed, rest) for seed, rest in ((1, 0.0), (2, 0.1), (3, 0.3)))
     opponent = random_policy(tree, 9, rest=0.05)
     apart = [tree.outcomes(opponent, seat, policy) for policy in (one, two, three)]
-    together = tree.outcomes(opponent, seat, tree.average([one, two, three]))
+    together = tree.outcomes(opponent, seat, average(tree, [one, two, three]))
     for result in ("win", "draw", "loss", "utility"):
         assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
 
@@ -116,18 +116,18 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
 def test_average_policy_is_uniform_in_states_that_none_of_its_policies_reaches() -> None:
     tree = flatten("openspiel:kuhn_poker")
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
-    average = tree.average([always_first, always_first])
-    reached = [bool(np.array_equal(mean, first)) for mean, first in zip(average, always_first, strict=True)]
+    mean = average(tree, [always_first, always_first])
+    reached = [bool(np.array_equal(each, first)) for each, first in zip(mean, always_first, strict=True)]
     assert reached.count(False) == 0, "seat 0 passes, then answers a bet; seat 1 answers either"
     always_bet = [np.eye(len(state.actions))[1] for state in tree.states]
-    average = tree.average([always_bet, always_bet])
-    assert sum(bool(np.allclose(mean, 0.5)) for mean in average) == 3, "after a pass, which seat 0 never makes"
+    mean = average(tree, [always_bet, always_bet])
+    assert sum(bool(np.allclose(each, 0.5)) for each in mean) == 3, "after a pass, which seat 0 never makes"
 
 
 def test_average_of_shared_positions_is_refused() -> None:
     tree = flatten(NIM)
     with pytest.raises(ValueError, match="share a position"):
-        tree.average([uniform(tree)])
+        average(tree, [uniform(tree)])
 
 
 def test_board_games_are_merged_by_board_and_solved() -> None:

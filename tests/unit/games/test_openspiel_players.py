@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from unstable_lite.games.openspiel.game import OpenSpielGame
-from unstable_lite.games.openspiel.names import load_game
+from unstable_lite.games.openspiel.game import OpenSpielGame, load_game
 from unstable_lite.games.openspiel.players import solved
 from unstable_lite.games.openspiel.prompts import prompt
 from unstable_lite.games.players.factory import _player_class, is_remote, opponent_problem
@@ -45,12 +44,10 @@ def rewards(env_id: str, names: tuple[str, str], games: int) -> list[float]:
 @pytest.mark.parametrize(
     ("env_id", "playouts"),
     [
-        ("openspiel:tic_tac_toe", 100),
-        ("openspiel:connect_four", 50),
-        (NIM, 200),
+        ("openspiel:tic_tac_toe", 100), ("openspiel:connect_four", 50), (NIM, 200),
         ("openspiel:breakthrough(columns=4,rows=5)", 50),
     ],
-)
+)  # fmt: skip
 def test_tree_search_beats_random_play(env_id: str, playouts: int) -> None:
     found = rewards(env_id, (f"scripted:mcts:{playouts}", "scripted:random"), games=30)
     assert sum(found) >= 24
@@ -156,12 +153,10 @@ def test_player_that_cannot_play_a_game_is_refused_by_name(name: str, env_id: st
 @pytest.mark.parametrize(
     ("name", "env_id"),
     [
-        ("scripted:random", GOOFSPIEL),
-        ("scripted:mcts:10", NIM),
-        ("scripted:cfr", KUHN),
+        ("scripted:random", GOOFSPIEL), ("scripted:mcts:10", NIM), ("scripted:cfr", KUHN),
         ("scripted:blind-random", KUHN),
     ],
-)
+)  # fmt: skip
 def test_player_that_can_play_has_no_problem(name: str, env_id: str) -> None:
     assert opponent_problem(name, env_id, OpenSpielGame(env_id, 2, 0).observe()[1]) is None
     assert not is_remote(ModelRef(uid=name, kind="fixed", name=name))

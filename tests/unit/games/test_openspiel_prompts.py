@@ -12,46 +12,29 @@ import pyspiel
 import pytest
 
 from fakes.openspiel_games import LISTED, random_observations
-from unstable_lite.games.openspiel.names import load_game, why_unplayable
+from unstable_lite.games.openspiel.game import load_game, why_unplayable
 from unstable_lite.games.openspiel.prompts import LEGAL_ACTIONS, action_names, prompt, read_action
 from unstable_lite.games.players.scripted import legal_actions
 
 GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
 ENUMERATED = [
-    "openspiel:kuhn_poker",
-    "openspiel:kuhn_poker(players=3)",
-    "openspiel:leduc_poker",
-    "openspiel:leduc_poker(starting_player=1,suit_isomorphism=True)",
-    "openspiel:leduc_poker(action_mapping=True,suit_isomorphism=True)",
-    "openspiel:matrix_rps",
-    "openspiel:matrix_brps",
-    "openspiel:matrix_mp",
-    "openspiel:matrix_shapleys_game",
-    "openspiel:matching_pennies_3p",
-    "openspiel:nim",
-    "openspiel:nim(is_misere=False,pile_sizes=3;4;5)",
-    "openspiel:tic_tac_toe",
-    "openspiel:connect_four(columns=3,rows=3,x_in_row=3)",
-    "openspiel:liars_dice(dice_sides=3)",
-    "openspiel:liars_dice(bidding_rule=reset-quantity,dice_sides=3)",
-    "openspiel:liars_dice(dice_sides=2,numdice=2)",
-    "openspiel:pig(winscore=20)",
-    "openspiel:pig(diceoutcomes=2,piglet=True,winscore=5)",
-    GOOFSPIEL,
-    "openspiel:goofspiel(imp_info=True,num_cards=3)",
-    "openspiel:goofspiel(num_cards=3,num_turns=2,returns_type=point_difference)",
-    "openspiel:goofspiel(imp_info=True,num_cards=3,players=3,points_order=ascending)",
-]
+    "openspiel:" + name
+    for name in (
+        "kuhn_poker", "kuhn_poker(players=3)", "leduc_poker", "leduc_poker(starting_player=1,suit_isomorphism=True)",
+        "leduc_poker(action_mapping=True,suit_isomorphism=True)", "matrix_rps", "matrix_brps", "matrix_mp",
+        "matrix_shapleys_game", "matching_pennies_3p", "nim", "nim(is_misere=False,pile_sizes=3;4;5)", "tic_tac_toe",
+        "connect_four(columns=3,rows=3,x_in_row=3)", "liars_dice(dice_sides=3)",
+        "liars_dice(bidding_rule=reset-quantity,dice_sides=3)", "liars_dice(dice_sides=2,numdice=2)",
+        "pig(winscore=20)", "pig(diceoutcomes=2,piglet=True,winscore=5)", GOOFSPIEL.removeprefix("openspiel:"),
+        "goofspiel(imp_info=True,num_cards=3)", "goofspiel(num_cards=3,num_turns=2,returns_type=point_difference)",
+        "goofspiel(imp_info=True,num_cards=3,players=3,points_order=ascending)",
+    )
+]  # fmt: skip
 SAMPLED = [
-    "openspiel:connect_four",
-    "openspiel:liars_dice",
-    "openspiel:liars_dice(dice_sides=12)",
-    "openspiel:leduc_poker(players=4)",
-    "openspiel:kuhn_poker(players=10)",
-    "openspiel:goofspiel",
-    "openspiel:goofspiel(imp_info=True,players=4)",
-    "openspiel:pig(players=4)",
-]
+    "openspiel:connect_four", "openspiel:liars_dice", "openspiel:liars_dice(dice_sides=12)",
+    "openspiel:leduc_poker(players=4)", "openspiel:kuhn_poker(players=10)", "openspiel:goofspiel",
+    "openspiel:goofspiel(imp_info=True,players=4)", "openspiel:pig(players=4)",
+]  # fmt: skip
 
 
 def told(state: Any, pid: int) -> str:
@@ -211,10 +194,8 @@ def test_payoffs_of_a_matrix_game_are_those_of_the_seat() -> None:
         ("openspiel:pig(diceoutcomes=8,winscore=30)", "The first with 30 points wins. [roll] adds a die of 8 sides"),
         ("openspiel:goofspiel(num_cards=5,points_order=descending)", "cards 1 to 5. Prizes of 1 to 5 points come from"),
         ("openspiel:goofspiel(num_turns=3)", "in random order in 3 rounds"),
-        (
-            "openspiel:connect_four(rows=5,x_in_row=3)",
-            "5 rows and 7 columns. Players drop a disc into a column in turn. 3",
-        ),
+        ("openspiel:connect_four(rows=5,x_in_row=3)", "5 rows and 7 columns. Players drop a disc into a column"),
+        ("openspiel:connect_four(rows=5,x_in_row=3)", "3 discs in a row, column or diagonal win"),
         ("openspiel:leduc_poker(players=3)", "The deck is 10, J, Q, K, each twice"),
         ("openspiel:breakthrough(columns=4,rows=5)", "Breakthrough (columns=4,rows=5)"),
     ],
@@ -226,19 +207,11 @@ def test_rules_follow_the_parameters(env_id: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "name"),
     [
-        ("[fold]", "fold"),
-        ("fold", "fold"),
-        ("[ FOLD ]", "fold"),
-        ("I think [Fold] is best", "fold"),
-        ("[bid: 1,2]", "Bid: 1, 2"),
-        ("[BID:1, 2]", "Bid: 1, 2"),
-        ("I fold", None),
-        ("[call]", None),
-        ("[fold] [call]", None),
-        ("", None),
-        ("[]", None),
+        ("[fold]", "fold"), ("fold", "fold"), ("[ FOLD ]", "fold"), ("I think [Fold] is best", "fold"),
+        ("[bid: 1,2]", "Bid: 1, 2"), ("[BID:1, 2]", "Bid: 1, 2"), ("I fold", None), ("[call]", None),
+        ("[fold] [call]", None), ("", None), ("[]", None),
     ],
-)
+)  # fmt: skip
 def test_actions_are_read_by_name(answer: str, name: str | None) -> None:
     assert read_action(answer, ["fold", "raise", "Bid: 1, 2"]) == name
 

@@ -13,14 +13,12 @@ import pytest
 from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.env_catalogue import describe_envs, env_family, probe
+from unstable_lite.games import questions
+from unstable_lite.games.env_catalogue import describe_envs, env_family, probe, trial
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.policy import PolicyPlayer
-from unstable_lite.games.questions import reader
-from unstable_lite.games.questions.grading import is_right
-from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.games.questions import is_right, read_questions
 from unstable_lite.games.templates import TEMPLATES, Template, known_templates
-from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import summarise_evaluation
@@ -48,6 +46,22 @@ def write(directory: Path, lines: list[Any], name: str = "sums") -> str:
         ("1/3", "2/6"), (r"\left( 1, 2 \right)", "(1,2)"),
         ("Paris.", "paris"), ("New  York", "new york"), ("[1,2]", "[1, 2]"), ("1,2", "1, 2"),
         (r"\dfrac{x}{2}", r"\frac{x}{2}"),
+        (r"\$18", "18"), (r"\$18.00", "18"), ("18", r"\$18"), (r"$\$1{,}800$", "1800"), (r"-\$5", "-5"),
+        ("\u20ac5", "5"),
+        (r"18\%", "18"), ("18 %", "18%"), (r"\#18", "18"), (r"90^\circ", "90"), (r"90^{\circ}", "90\u00b0"),
+        (r"\frac12", "1/2"), (r"\frac{1}2", "1/2"), (r"\frac 1 2", "1/2"), (r"\cfrac{1}{2}", "0.5"),
+        (r"\tfrac1{2}", "0.5"),
+        (r"3\frac{1}{2}", "7/2"), ("3 1/2", "3.5"), (r"-3\frac12", "-7/2"), (r"\frac{\pi}{2}", "\u03c0/2"),
+        (r"\frac{\text{x}}{2}", "x/2"), (r"2 \pi", r"2\pi"), (r"\dfrac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"1\,000", "1000"), (r"12\;345\;678", "12345678"), (r"1,\!000", "1000"), (r"1~000", "1000"),
+        (r"\mbox{yes}", "yes"), (r"\text{(A)}", "A"), ("(a)", "A"), (r"\mathbf{B}.", "(B)"),
+        (r"\text{\textit{no}}", "no"),
+        (r"\{1,2\}", "{1,2}"), ("{1,2}", "{1, 2}"), (r"\left\{1,2\right\}", r"\{1, 2\}"),
+        (r"\left[0,1\right)", "[0,1)"),
+        (r"x^{2}", "x^2"), (r"5\,\mathrm{cm}", "5 cm"), (r"5\text{ cm}", "5cm"), (r"\boxed{18}", "18"), ("{18}", "18"),
+        ("\uff11\uff12", "12"), (r"\infty", "\u221e"), (r"x \leq 3", "x\u22643"),
+        (r"\frac{2\pi}{3}", r"2\pi/3"), (r"\frac{2\pi}{3}", r"(2\pi)/3"), (r"\sqrt2", r"\sqrt{2}"),
+        (r"\frac{\sqrt3}{2}", r"\dfrac{\sqrt{3}}{2}"),
     ],
 )  # fmt: skip
 def test_answers_that_mean_the_same_are_right(answer: str, expected: str) -> None:
@@ -58,10 +72,21 @@ def test_answers_that_mean_the_same_are_right(answer: str, expected: str) -> Non
     ("answer", "expected"),
     [
         ("42", "43"), ("-42", "42"), ("1/3", "0.333"), ("0.1", "0.10000000000000001"), ("1/0", "0"), ("1/0", "1"),
+        ("f(2)/3", "f2/3"), ("3/(2x)", "3/2x"),
         ("", "0"), ("4 2", "42"), ("newyork", "new york"), ("4 2 apples", "42"),
         ("12", "1,2"), ("1,23", "123"), ("4, 2", "4"), ("1e3", "1000"),
         ("1/2/3", "1/6"), ("0,1", "[0,1]"), ("Paris", "Pari"), ("--3", "3"),
         ("\u0664\u0662", "42"), ("9" * 5000, "9" * 5001),
+        (r"\frac{1}{2}", "12"), (r"\frac12", "12"), (r"\frac{1}{2}", "2"), (r"\frac{11}{2}", r"1\frac{1}{2}"),
+        ("3 1/2", "31/2"),
+        (r"3\frac{1}{2}", "3/2"), (r"\frac{x+1}{2}", "x+1/2"), (r"\frac{1}{2x}", "1/2x"), (r"2^{10}", "210"),
+        ("x_1", "x1"),
+        ("-5", "5"), (r"-\$5", "5"), ("+-5", "-5"), (r"\$18", r"18\%"), ("18%", "0.18"), ("90\u00b0", "90%"),
+        (r"\#2", "$2"),
+        (r"\sqrt{4}", "4"), (r"\sqrt{4}", "2"), (r"0.\overline{3}", "0.3"), (r"\left|-5\right|", "5"), ("5!", "5"),
+        ("1200", "1, 200"), ("1, 200", "1200"), (r"1\,00", "100"), (r"1\,0000", "10000"), (r"1\quad 234", "1234"),
+        ("1,000", "[1, 000]"), (r"\{5\}", "5"), ("5", r"\{5\}"), ("5", "{5}"), ("(1,2)", "1,2"), (r"\{1,2\}", "1,2"),
+        ("f(x)", "fx"), ("(AB)", "AB"), (r"\text{not }5", "5"), (r"\text{yes}", "no"), ("2 3", "23"), ("4 1/2", "4.12"),
     ],
 )  # fmt: skip
 def test_answers_that_differ_are_wrong(answer: str, expected: str) -> None:
@@ -123,7 +148,7 @@ def test_what_is_not_a_readable_file_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a file" in problem("folder.jsonl") and "is not a file" in problem("pipe.jsonl")
-    monkeypatch.setattr(reader, "MOST_BYTES", 10)
+    monkeypatch.setattr(questions, "MOST_BYTES", 10)
     write(tmp_path, SUMS, "large")
     assert "split the file" in problem("large.jsonl")
 
@@ -167,20 +192,13 @@ async def ask(
 @pytest.mark.parametrize(
     ("text", "reward", "is_answered"),
     [
-        (r"2 + 2 is \boxed{4}", 1.0, True),
-        (r"\boxed{5}, no: \boxed{\frac{8}{2}}", 1.0, True),
-        (r"\boxed{4}, no: \boxed{5}", 0.0, True),
-        (r"<think>\boxed{5}</think>\boxed{4}", 1.0, True),
-        (r"\boxed{[4]}", 1.0, True),
-        ("4", 0.0, False),
-        ("[4]", 0.0, False),
-        (r"\boxed{4", 0.0, False),
-        (r"\boxed{}", 0.0, False),
-        (r"<think>\boxed{4}", 0.0, False),
-        (r"\boxed{4}<think>but", 0.0, False),
-        ("", 0.0, False),
+        (r"2 + 2 is \boxed{4}", 1.0, True), (r"\boxed{5}, no: \boxed{\frac{8}{2}}", 1.0, True),
+        (r"\boxed{4}, no: \boxed{5}", 0.0, True), (r"<think>\boxed{5}</think>\boxed{4}", 1.0, True),
+        (r"\boxed{[4]}", 1.0, True), ("4", 0.0, False), ("[4]", 0.0, False), (r"\boxed{4", 0.0, False),
+        (r"\boxed{}", 0.0, False), (r"\boxed{\text{ }}", 0.0, False), (r"\boxed{\text{4}}", 1.0, True),
+        (r"<think>\boxed{4}", 0.0, False), (r"\boxed{4}<think>but", 0.0, False), ("", 0.0, False),
     ],
-)
+)  # fmt: skip
 async def test_only_the_last_box_outside_thinking_is_the_answer(
     tmp_path: Path, text: str, reward: float, is_answered: bool
 ) -> None:
@@ -243,7 +261,7 @@ async def test_results_are_shares_with_wilson_intervals(tmp_path: Path) -> None:
 
 def test_length_of_a_question_is_known_before_a_run() -> None:
     env = TrainEnvSpec(env_id="questions:examples/arithmetic.jsonl", num_players=1, num_actors=1)
-    assert trial_lengths(env) == [1]
+    assert trial(env).lengths == (1,)
 
 
 def test_path_that_would_divide_the_key_of_a_result_is_refused() -> None:

@@ -2,23 +2,28 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import starmap
 
 import numpy as np
 import pytest
+import textarena as ta
 from msgspec import structs
+from textarena.wrappers import LLMObservationWrapper
 
 from unstable_lite.config.training import RunConfig
-from unstable_lite.errors import ConfigError
+from unstable_lite.errors import ConfigError, RequestError
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.environments import Environment, outcomes_from_rewards
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.players.policy import Generates, PolicyPlayer
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.games.templates import TEMPLATES, format_prompt
-from unstable_lite.rollout.game_runner import GameRunner
-from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
+from unstable_lite.learner.critic import _is_capped
+from unstable_lite.rollout.run_game import GameRunner, new_record, run_game
+from unstable_lite.types import AgentSpec, FinishReason, GameRecord, GameSpec, Generation, ModelRef
 
 POLICY = ModelRef(uid="ckpt-3", kind="checkpoint", adapter_version=3)
 RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
@@ -36,35 +41,51 @@ def generation(text: str, prompt: str = "", version: int = 3) -> Generation:
     )
 
 
-async def first_legal_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+def saying(answer: Callable[[str, int], str], finish_reason: FinishReason = "stop") -> Generates:
+    """Return a function that generates `answer(prompt, number of the request)`."""
+    requests = itertools.count()
+
+    async def generate(prompt: str, version: int, *_: object) -> Generation:
+        return replace(generation(answer(prompt, next(requests)), prompt, version), finish_reason=finish_reason)
+
+    return generate
+
+
+def first_cell(prompt: str, _turn: int = 0) -> str:
     """Play TicTacToe by taking the first free cell, in a box."""
     board = prompt.rsplit("Current Board", 1)[-1]
     cell = next(iter(re.findall(r"\[(\d)\]|\b(\d)\b", board)))
-    return generation(f"I take it: \\boxed{{{cell[0] or cell[1]}}}", prompt, version)
+    return f"I take it: \\boxed{{{cell[0] or cell[1]}}}"
+
+
+first_legal_cell = saying(first_cell)
+
+
+def seated(pid: int, model: ModelRef) -> AgentSpec:
+    collected = model.kind == "checkpoint"
+    return AgentSpec(
+        pid=pid, model=model, collect_data=collected, prompt_template="tiny", action_extraction_fn="default"
+    )
 
 
 def tictactoe(*models: ModelRef, max_turns: int = 50, seed: int = 4) -> GameSpec:
+    spec = several("TicTacToe-v0-train", len(models), seed, max_turns)
+    return structs.replace(spec, game_idx=1, agent_specs=tuple(starmap(seated, enumerate(models))))
+
+
+def several(env_id: str, num_players: int, seed: int = 4, max_turns: int = 60) -> GameSpec:
     return GameSpec(
-        game_idx=1,
+        game_idx=0,
         kind="train",
-        env_id="TicTacToe-v0-train",
-        num_players=2,
+        env_id=env_id,
+        num_players=num_players,
         seed=seed,
-        agent_specs=tuple(
-            AgentSpec(
-                pid=pid,
-                model=model,
-                collect_data=model.kind == "checkpoint",
-                prompt_template="tiny",
-                action_extraction_fn="default",
-            )
-            for pid, model in enumerate(models)
-        ),
+        agent_specs=tuple(seated(pid, POLICY) for pid in range(num_players)),
         max_turns=max_turns,
     )
 
 
-async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # type: ignore[no-untyped-def]
+async def played(spec: GameSpec, generate: Generates = first_legal_cell) -> GameRecord:
     record = new_record(spec)
     await run_game(record, make_in_process(spec), PlayerFactory(generate).players(spec), max_action_chars=2000)
     return record
@@ -116,12 +137,8 @@ async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
         for index, step in enumerate(trajectory.steps):
             context = step.context
             assert context is not None
-            assert (context.env_id, context.game_idx, context.pid, context.group_idx) == (
-                record.spec.env_id,
-                1,
-                0,
-                None,
-            )
+            assert (context.env_id, context.game_idx, context.pid) == (record.spec.env_id, 1, 0)
+            assert context.group_idx is None
             assert (context.turn, context.player_turn) == (2 * index, index)
             assert (context.num_turns, context.num_player_turns) == (len(record.turns), len(trajectory.steps))
             assert (context.outcome, context.end) == (record.outcomes[0], "natural")
@@ -133,12 +150,7 @@ async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
 
 
 async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
-    turns = iter(["\\boxed{4}", "\\boxed{4}"])
-
-    async def cut_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        return replace(generation(next(turns)), finish_reason="length")
-
-    record = await played(tictactoe(POLICY, POLICY), cut_off)
+    record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "\\boxed{4}", "length"))
     (first,), (second,) = (trajectory.steps for trajectory in record.trajectories)
     assert first.context is not None and second.context is not None
     assert (first.context.is_invalid, second.context.is_invalid) == (False, True)
@@ -154,10 +166,7 @@ async def test_same_spec_and_actions_give_the_same_record() -> None:
 
 
 async def test_invalid_move_is_marked_only_on_its_players_last_step() -> None:
-    async def illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        return generation("no box here")
-
-    record = await played(tictactoe(POLICY, RANDOM), illegal)
+    record = await played(tictactoe(POLICY, RANDOM), saying(lambda *_: "no box here"))
     (step,) = record.trajectories[0].steps
     assert record.end == "invalid"
     assert record.invalid_pids == (0,)
@@ -166,33 +175,10 @@ async def test_invalid_move_is_marked_only_on_its_players_last_step() -> None:
 
 
 async def test_opponents_invalid_move_is_not_ours() -> None:
-    turns = iter([4, 99])
-
-    async def second_is_illegal(
-        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
-    ) -> Generation:
-        return generation(f"\\boxed{{{next(turns)}}}")
-
-    record = await played(tictactoe(POLICY, POLICY), second_is_illegal)
+    record = await played(tictactoe(POLICY, POLICY), saying(lambda _, turn: f"\\boxed{{{(4, 99)[turn]}}}"))
     assert record.invalid_pids == (1,)
     assert not record.trajectories[0].steps[-1].format_feedback["invalid_move"]
     assert record.trajectories[1].steps[-1].format_feedback["invalid_move"]
-
-
-def several(env_id: str, num_players: int, seed: int = 4, max_turns: int = 60) -> GameSpec:
-    agents = tuple(
-        AgentSpec(pid=pid, model=POLICY, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
-        for pid in range(num_players)
-    )
-    return GameSpec(
-        game_idx=0,
-        kind="train",
-        env_id=env_id,
-        num_players=num_players,
-        seed=seed,
-        agent_specs=agents,
-        max_turns=max_turns,
-    )
 
 
 def marked(record: GameRecord) -> list[tuple[int, int]]:
@@ -202,14 +188,10 @@ def marked(record: GameRecord) -> list[tuple[int, int]]:
 
 
 async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game() -> None:
-    asked = itertools.count()
+    def first_is_illegal(prompt: str, turn: int) -> str:
+        return f"\\boxed{{{legal_actions('LiarsDice-v0-small-train', prompt)[-1]}}}" if turn else "garbage"
 
-    async def first_is_illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        if next(asked) == 0:
-            return generation("garbage")
-        return generation(f"\\boxed{{{legal_actions('LiarsDice-v0-small-train', prompt)[-1]}}}")
-
-    record = await played(several("LiarsDice-v0-small-train", 3), first_is_illegal)
+    record = await played(several("LiarsDice-v0-small-train", 3), saying(first_is_illegal))
     (offender,) = record.invalid_pids
     assert record.turns[0].pid == offender
     assert record.end == "natural"
@@ -217,17 +199,39 @@ async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game()
     assert marked(record) == [(offender, 0)]
 
 
+async def test_player_whom_the_rules_eliminated_before_the_turn_cap_is_out() -> None:
+    """A player without dice is out of Liar's Dice: nothing that it could still do is cut off."""
+
+    def calls(prompt: str, _turn: int) -> str:
+        actions = legal_actions("LiarsDice-v0-small-train", prompt)
+        return f"\\boxed{{{actions[0] if '[Call]' in actions else actions[-1]}}}"
+
+    whole = await played(several("LiarsDice-v0-small-train", 3), saying(calls))
+    first_out = next(pid for pid, reward in whole.rewards.items() if reward == min(whole.rewards.values()))
+    last_turn = max(index for index, turn in enumerate(whole.turns) if turn.pid == first_out)
+    record = await played(several("LiarsDice-v0-small-train", 3, max_turns=len(whole.turns) - 1), saying(calls))
+    assert last_turn < len(record.turns) - 1 and record.end == "truncated"
+    is_out = {t.pid: [step.context.is_out for step in t.steps if step.context] for t in record.trajectories}
+    assert [pid for pid in is_out if is_out[pid][-1]] == [first_out]
+    assert not any(out for each in is_out.values() for out in each[:-1])
+
+
+@pytest.mark.parametrize("env_id", ["Snake-v0-train", "Surround-v0-train"])
+def test_dead_bodies_are_eliminated(env_id: str) -> None:
+    env = Environment(env_id, 3, 0)
+    env.observe()
+    bodies = env._unwrapped.state.game_state["snakes" if "Snake" in env_id else "players"]
+    assert env.eliminated == ()
+    bodies[1].alive = False
+    assert env.eliminated == (1,)
+
+
 async def test_invalid_move_is_marked_even_if_its_player_continues() -> None:
-    asked = itertools.count()
+    def every_fifth_is_illegal(prompt: str, turn: int) -> str:
+        legal = "\\boxed{[draw]}" if "[draw], [take]" in prompt else "\\boxed{[discard]}"
+        return legal if turn % 5 else "garbage"
 
-    async def every_fifth_is_illegal(
-        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
-    ) -> Generation:
-        if next(asked) % 5 == 0:
-            return generation("garbage")
-        return generation("\\boxed{[draw]}" if "[draw], [take]" in prompt else "\\boxed{[discard]}")
-
-    record = await played(several("Golf-v0-train", 3, max_turns=18), every_fifth_is_illegal)
+    record = await played(several("Golf-v0-train", 3, max_turns=18), saying(every_fifth_is_illegal))
     assert [index for index, turn in enumerate(record.turns) if turn.is_invalid] == [0, 5, 10, 15]
     assert sorted(marked(record)) == sorted((record.turns[index].pid, index) for index in (0, 5, 10, 15))
     assert record.end == "truncated"
@@ -237,13 +241,11 @@ async def test_invalid_move_is_marked_even_if_its_player_continues() -> None:
 @pytest.mark.parametrize(
     ("rewards", "has_teams", "outcomes"),
     [
-        ((1, 1, -1), True, ["win", "win", "loss"]),
-        ((1, 1, -1), False, ["draw", "draw", "loss"]),
-        ((0, 0, 0), True, ["draw"] * 3),
-        ((0.5, 1, -1), False, ["loss", "win", "loss"]),
-        ((0.3,), False, ["na"]),
+        ((-1.0, -1.0), False, ["draw", "draw"]), ((-0.2, -0.9), False, ["win", "loss"]),
+        ((1, 1, -1), True, ["win", "win", "loss"]), ((1, 1, -1), False, ["draw", "draw", "loss"]),
+        ((0, 0, 0), True, ["draw"] * 3), ((0.5, 1, -1), False, ["loss", "win", "loss"]), ((0.3,), False, ["na"]),
     ],
-)
+)  # fmt: skip
 def test_team_wins_together_and_other_ties_are_draws(
     rewards: tuple[float, ...], has_teams: bool, outcomes: list[str]
 ) -> None:
@@ -251,11 +253,40 @@ def test_team_wins_together_and_other_ties_are_draws(
 
 
 @pytest.mark.parametrize(
-    ("env_id", "num_players", "has_teams"),
-    [("SecretMafia-v0-train", 6, True), ("Nim-v0-train", 2, False), ("LiarsDice-v0-small-train", 3, False)],
-)
-def test_team_games_are_distinguished_from_others(env_id: str, num_players: int, has_teams: bool) -> None:
-    assert Environment(env_id, num_players, 0).has_teams == has_teams
+    ("env_id", "num_players", "sizes"),
+    [
+        ("SecretMafia-v0-train", 6, [2, 4]), ("Taboo-v0-train", 6, [3, 3]), ("Nim-v0-train", 2, None),
+        ("LiarsDice-v0-small-train", 3, None),
+    ],
+)  # fmt: skip
+def test_env_says_who_is_in_which_team(env_id: str, num_players: int, sizes: list[int] | None) -> None:
+    teams = Environment(env_id, num_players, 0).teams
+    assert teams is None or set(teams) == set(range(num_players))
+    assert (None if teams is None else sorted(Counter(teams.values()).values())) == sizes
+
+
+@pytest.mark.parametrize("names_teams", [True, False])
+async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_teams: bool) -> None:
+    class Pairs(ta.Env):  # type: ignore[misc]
+        """Each player moves once; then player 0 is punished."""
+
+        def reset(self, num_players: int, seed: int | None = None) -> None:
+            self.state = ta.TeamMultiPlayerState(num_players=num_players, seed=seed)
+            self.state.reset(player_prompt_function=lambda player_id, game_state: "Play [0].")
+            if names_teams:
+                self.teams = {pid: pid % 2 for pid in range(num_players)}
+
+        def step(self, action: str) -> tuple[bool, dict[str, object]]:
+            self.state.set_draw(reason="over")
+            self.state.rewards[0] = -1
+            return self.state.step()  # type: ignore[no-any-return]
+
+    env_id = f"Pairs{names_teams}-v0"
+    ta.envs.registration.register(id=env_id, entry_point=Pairs, default_wrappers=[LLMObservationWrapper])
+    record = await played(several(env_id, 4))
+    teams = {pid: str(pid % 2) for pid in range(4)} if names_teams else {0: "-1.0", 1: "0.0", 2: "0.0", 3: "0.0"}
+    assert record.teams == teams
+    assert list(record.outcomes.values()) == (["loss", "win"] * 2 if names_teams else ["loss", "win", "win", "win"])
 
 
 async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player() -> None:
@@ -266,44 +297,59 @@ async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player() -> None:
     assert record.outcomes == {0: "draw", 1: "draw"}
 
 
-async def test_single_player_game_at_its_turn_cap_pays_the_progress() -> None:
-    async def guess_seven(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        return generation("\\boxed{[7]}")
+async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
+    def answering(num_answers: int) -> Generates:
+        def answer(prompt: str, turn: int) -> str:
+            if turn >= num_answers:
+                raise RequestError("prompt has 101 tokens; the limit is 99", reason="prompt_too_long")
+            return first_cell(prompt)
 
+        return saying(answer)
+
+    full, capped = (
+        await played(tictactoe(POLICY, RANDOM), answering(2)),
+        await played(tictactoe(POLICY, RANDOM, max_turns=4)),
+    )
+    assert (full.rewards, full.outcomes, full.turns) == (capped.rewards, capped.outcomes, capped.turns)
+    for mine, its in zip(full.trajectories[0].steps, capped.trajectories[0].steps, strict=True):
+        assert mine.context is not None and its.context is not None
+        assert (mine.context.reason, its.context.reason) == ("context_full", "")
+        assert structs.replace(mine.context, reason="") == its.context
+        assert _is_capped(mine.context)
+    nobody = await played(tictactoe(POLICY, POLICY), answering(1))
+    assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
+
+
+async def test_single_player_game_at_its_turn_cap_pays_the_progress() -> None:
     env_id = "GuessTheNumber-v0-train"
     spec = structs.replace(tictactoe(POLICY, max_turns=1), env_id=env_id, num_players=1)
     env = Environment(env_id, 1, spec.seed)._unwrapped
     distance = abs(env.state.game_state["game_number"] - 7)
     assert distance > 0
-    record = await played(spec, guess_seven)
+    record = await played(spec, saying(lambda *_: "\\boxed{[7]}"))
     assert (record.end, record.outcomes) == ("truncated", {0: "na"})
     assert record.rewards == {0: 1 - distance / (env.max_number - env.min_number)}
     assert record.trajectories[0].final_reward == record.rewards[0]
 
 
 async def test_endless_answer_is_cut_before_it_reaches_the_env() -> None:
-    async def endless(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        return generation("[" + "9" * 10_000 + "]")
-
-    record = await played(tictactoe(POLICY, POLICY), endless)
+    record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "[" + "9" * 10_000 + "]"))
     assert len(record.turns[0].action) == 2000
     assert len(record.turns[0].text) > 10_000
 
 
 async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
-    calls = 0
-
-    async def breaks(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def breaks(prompt: str, turn: int) -> str:
+        if turn == 2:
             raise RuntimeError("no more")
-        return await first_legal_cell(prompt, version, stop)
+        return first_cell(prompt)
 
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
     with pytest.raises(RuntimeError):
-        await run_game(record, make_in_process(spec), PlayerFactory(breaks).players(spec), max_action_chars=2000)
+        await run_game(
+            record, make_in_process(spec), PlayerFactory(saying(breaks)).players(spec), max_action_chars=2000
+        )
     assert record.end == "void"
     assert len(record.turns) == 2
 
@@ -317,26 +363,11 @@ async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
     ],
 )
 async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, num_players: int, text: str) -> None:
-    async def same(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        return generation(text)
-
-    agents = tuple(
-        AgentSpec(pid=pid, model=POLICY, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
-        for pid in range(num_players)
-    )
-    spec = GameSpec(
-        game_idx=0, kind="train", env_id=env_id, num_players=num_players, seed=2, agent_specs=agents, max_turns=60
-    )
-    record = await played(spec, same)
+    record = await played(several(env_id, num_players, seed=2), saying(lambda *_: text))
     assert set(record.rewards) == set(range(num_players))
     assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)
 
 
 def test_policy_player_needs_a_model_that_the_engines_serve() -> None:
     with pytest.raises(AssertionError):
-        PolicyPlayer(
-            first_legal_cell,
-            TEMPLATES["tiny"],
-            AgentSpec(pid=0, model=RANDOM, collect_data=True, prompt_template="tiny", action_extraction_fn="default"),
-            2,
-        )
+        PolicyPlayer(first_legal_cell, TEMPLATES["tiny"], seated(0, RANDOM), 2)

@@ -5,15 +5,9 @@ from hypothesis import strategies as st
 from unstable_lite.config import Config
 from unstable_lite.config.games import TemplateConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.templates import (
-    EXTRACTIONS,
-    TEMPLATES,
-    extraction_problems,
-    find_extraction,
-    format_prompt,
-    template_problems,
-    templates_for,
-)
+from unstable_lite.games import answers
+from unstable_lite.games.answers import EXTRACTIONS, extraction_problems, find_extraction
+from unstable_lite.games.templates import TEMPLATES, format_prompt, template_problems, templates_for
 
 extract = EXTRACTIONS["default"]
 
@@ -25,19 +19,8 @@ ASKING = [name for name in TEMPLATES if name != "tiny"]
 
 
 def test_every_template_of_the_reference_exists():
-    assert set(TEMPLATES) == {
-        "default",
-        "default-think",
-        "qwen3",
-        "qwen3-game",
-        "qwen3-mp",
-        "qwen3-zs",
-        "qwen3-sp",
-        "qwen3-reasoning",
-        "gemma3-zs",
-        "llama-instruct-zs",
-        "tiny",
-    }
+    names = "default default-think gemma3-zs llama-instruct-zs qwen3 qwen3-game qwen3-mp qwen3-reasoning qwen3-sp"
+    assert sorted(TEMPLATES) == [*names.split(), "qwen3-zs", "tiny"]
     assert all(template.name == name for name, template in TEMPLATES.items())
 
 
@@ -66,15 +49,12 @@ def test_number_of_players_is_stated_correctly(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_only_templates_for_zero_sum_games_say_so(name):
-    assert ("zero-sum" in format_prompt(name, "o", 2)) == name.endswith("-zs")
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_template_starts_with_a_begin_of_sequence_token(name):
-    prompt = format_prompt(name, "o", 2)
-    for token in ("<bos>", "<s>", "<|begin_of_text|>", "<|endoftext|>"):
-        assert token not in prompt
+def test_template_names_its_game_begins_bare_and_stops_before_the_next_turn(name):
+    template, prompt = TEMPLATES[name], format_prompt(name, "o", 2)
+    assert ("zero-sum" in prompt) == name.endswith("-zs")
+    assert not [token for token in ("<bos>", "<s>", "<|begin_of_text|>", "<|endoftext|>") if token in prompt]
+    assert template.stop
+    assert all(mark in prompt for mark in template.stop)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +69,6 @@ def test_no_template_starts_with_a_begin_of_sequence_token(name):
 )
 def test_prompt_ends_where_the_answer_begins(name, end):
     assert format_prompt(name, "o", 2).endswith(end)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_base_model_is_stopped_before_it_invents_the_next_turn(name):
-    template = TEMPLATES[name]
-    assert template.stop
-    assert all(mark in format_prompt(name, "o", 2) for mark in template.stop)
 
 
 @pytest.mark.parametrize("observation", ["{observation}", "{", "{0} {game}", r"\boxed{1}", "100 %s"])
@@ -127,9 +100,8 @@ def test_template_names_of_earlier_versions_give_the_same_text():
     assert len(texts) == 3
 
 
-@pytest.mark.parametrize("name", ["default", "qwen3-sp"])
-def test_prompt_may_start_the_thinking(name):
-    thinking = {"default": "default-think", "qwen3-sp": "qwen3-reasoning"}[name]
+@pytest.mark.parametrize(("name", "thinking"), [("default", "default-think"), ("qwen3-sp", "qwen3-reasoning")])
+def test_prompt_may_start_the_thinking(name, thinking):
     assert format_prompt(thinking, "o", 2) == format_prompt(name, "o", 2) + "<think>"
 
 
@@ -158,17 +130,9 @@ def test_custom_template_is_used_as_written():
 @pytest.mark.parametrize(
     ("name", "fields", "says"),
     [
-        (
-            "mine",
-            {"user": "no placeholder"},
-            "templates.mine.user: ",
-        ),
+        ("mine", {"user": "no placeholder"}, "templates.mine.user: "),
         ("mine", {"user": "{observation} {observation}"}, "templates.mine.user: "),
-        (
-            "mine",
-            {"user": "{observation} {observaton}"},
-            "did you mean '{observation}'",
-        ),
+        ("mine", {"user": "{observation} {observaton}"}, "did you mean '{observation}'"),
         ("mine", {"user": "{observation}", "system": "{role}"}, "templates.mine.system: "),
         ("mine", {"user": "{observation}", "assistant": "{observation}"}, "{observation}"),
         ("qwen3-zs", {"user": "{observation}"}, "qwen3-zs"),
@@ -187,66 +151,84 @@ def test_invalid_template_says_what_is_wrong(name, fields, says):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        (r"so \boxed{4}", "[4]"),
-        (r"\boxed{[4]}", "[4]"),
-        (r"\boxed{  4 }", "[4]"),
-        (r"\boxed{play [4] now}", "play [4] now"),
-        (r"\boxed{1} no, \boxed{2}", "[2]"),
-        (r"\boxed{\text{4}}", "[4]"),
-        (r"\boxed{ \texttt{[col 4]} }", "[col 4]"),
-        (r"\boxed{\text{a} \text{b}}", r"[\text{a} \text{b}]"),
-        (r"\boxed{\frac{4}{2}}", r"[\frac{4}{2}]"),
-        ("\\boxed{\n4\n}", "[4]"),
-        ("\\boxed{a\nb}", "[a\nb]"),
-        (r"\boxed{{a}{b}}", "[{a}{b}]"),
-        (r"\boxed{\boxed{4}}", "[4]"),
-        (r"\boxed{outer \boxed{4} outer}", "[4]"),
-        (r"\boxed{3} and then \boxed{4", "[3]"),
-        (r"\boxed{3} and then \boxed{ {4}", "[3]"),
-        (r"\boxed{ \boxed{5}", "[5]"),
-        (r"} { \boxed{5} }", "[5]"),
-        (r"\\boxed{5}", "[5]"),
-        (r"\boxed {5}", "[5]"),
+        (r"so \boxed{4}", "[4]"), (r"\boxed{[4]}", "[4]"), (r"\boxed{  4 }", "[4]"),
+        (r"\boxed{play [4] now}", "play [4] now"), (r"\boxed{1} no, \boxed{2}", "[2]"), (r"\boxed{\text{4}}", "[4]"),
+        (r"\boxed{ \texttt{[col 4]} }", "[col 4]"), (r"\boxed{\text{a} \text{b}}", "[a b]"),
+        (r"\boxed{\frac{4}{2}}", "[4/2]"), ("\\boxed{\n4\n}", "[4]"), ("\\boxed{a\nb}", "[a\nb]"),
+        (r"\boxed{{a}{b}}", "[{a}{b}]"), (r"\boxed{\boxed{4}}", "[4]"), (r"\boxed{outer \boxed{4} outer}", "[4]"),
+        (r"\boxed{3} and then \boxed{4", "[3]"), (r"\boxed{3} and then \boxed{ {4}", "[3]"),
+        (r"\boxed{ \boxed{5}", "[5]"), (r"} { \boxed{5} }", "[5]"), (r"\\boxed{5}", "[5]"), (r"\boxed {5}", "[5]"),
     ],
-)
+)  # fmt: skip
 def test_last_closed_box_is_the_action(text, action):
     assert extract(text) == (action, True)
 
 
-@pytest.mark.parametrize("text", [r"\boxed{[bet]}", "<think>J</think>\n\n\\boxed{[bet]}"])
-def test_exact_answer_is_one_box(text):
-    assert EXTRACTIONS["exact"](text) == ("[bet]", True)
+@pytest.mark.parametrize(
+    "content",
+    [
+        r"[\text{bet}]", r"\left[bet\right]", r"\big[bet\big]", r"\texttt{[bet]}", r"\mathtt {[bet]}", r"\mbox{[bet]}",
+        r"\text{\textbf{[bet]}}", r"$[bet]$", r"$$[bet]$$", r"\(\text{bet}\)", "{[bet]}", "{{[bet]}}", r"{\bf [bet]}",
+        r"[{\bf bet}]", r"\lbrack bet\rbrack", r"\[bet\]", r"\\text{[bet]}", r"\fbox{[bet]}", r"\textcolor{red}{[bet]}",
+        r"[\,bet\;]", r"[\!bet]", r"\bm{\mathrm{bet}}", r"\operatorname{bet}", r"\displaystyle [bet]",
+    ],
+)  # fmt: skip
+def test_spellings_in_latex_are_one_move(content):
+    action, is_right = extract(rf"\boxed{{{content}}}")
+    assert (action.replace("[ ", "["), is_right) == ("[bet]", True)
+    assert extract(rf"\fbox{{{content}}}") == (action, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "action"),
+    [
+        (r"[a\_b]", "[a_b]"), (r"\$5", "[$5]"), ("[$5 to $6]", "[$5 to $6]"), (r"[5\%, \#1 \& \#2]", "[5%, #1 & #2]"),
+        (r"[0\;1]", "[0 1]"), (r"[0~1]", "[0 1]"), (r"[0\quad 1]", "[0 1]"), (r"[0,\,1]", "[0, 1]"),
+        (r"[A \rightarrow B]", "[A -> B]"), (r"\{1, 2\}", "[{1, 2}]"), ('{"bid": 3}', '[{"bid": 3}]'),
+        (r"[x_{1}]", "[x_1]"), (r"[wA1 bB2\]", r"[wA1 bB2\]"),
+        ("{I am in}", "[{I am in}]"), ("[a ~ b]", "[a ~ b]"), ("~~", "[~~]"), (r"\sqrt{4}", r"[\sqrt{4}]"),
+        ("[~]", "[~]"), ("[~/x]", "[~/x]"), ("[$HOME/$USER]", "[$HOME/$USER]"), ("[5$,6$]", "[5$,6$]"),
+        (r"25$^\circ$", "[25°]"), (r"\leftarrow", r"[\leftarrow]"), ("[x^2]", "[x^2]"), ("C:\\x", "[C:\\x]"),
+    ],
+)  # fmt: skip
+def test_latex_of_a_move_becomes_plain_text(content, action):
+    assert extract(rf"\boxed{{{content}}}") == (action, True)
+
+
+@pytest.mark.timeout(10)  # a quadratic pattern would take minutes
+@pytest.mark.parametrize(
+    "piece", ["\\", "$", "~", "\\frac{", "\\text{", "{\\bf ", "\\frac ", " ", "1\\,", "\\$", "^{\\circ"]
+)
+def test_latex_is_read_quickly(piece):
+    for text in (piece * (answers.MOST_CHARS // len(piece)), "{\\bf" + piece * 1000 + "\\"):
+        answers.plain(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_exact"),
+    [
+        (r"\boxed{[bet]}", True), ("<think>J</think>\n\n\\boxed{[bet]}", True),
+        ("", False), (r"\boxed{bet}", False), (r" \boxed{[bet]}", False), (r"\boxed{[bet]}call]}", False),
+        (r"\boxed{[bet]} \boxed{[bet]}", False), (r"\boxed{[betxed{[bet]}", False), (r"\boxed{[]}", False),
+        (r"\boxed{[bet]", False), (r"<think>\boxed{[bet]}", False),
+    ],
+)  # fmt: skip
+def test_exact_answer_is_one_box_in_one_spelling(text, is_exact):
+    assert EXTRACTIONS["exact"](text) == (("[bet]", True) if is_exact else ("", False))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        r"\boxed{bet}",
-        r" \boxed{[bet]}",
-        r"\boxed{[bet]}call]}",
-        r"\boxed{[bet]} \boxed{[bet]}",
-        r"\boxed{[betxed{[bet]}",
-        r"\boxed{[]}",
-        r"\boxed{[bet]",
-        r"<think>\boxed{[bet]}",
+        "", "I play 4", "[4]", r"\boxed{", r"\boxed", r"\boxed{4", r"boxed{4}",
+        r"\boxed{}", "\\boxed{ \n }", r"\boxed{4} \boxed{}", r"\boxed{\text{ }}",
     ],
-)
-def test_other_spellings_are_no_exact_answer(text):
-    assert EXTRACTIONS["exact"](text) == ("", False)
-
-
-@pytest.mark.parametrize("text", ["", "I play 4", "[4]", r"\boxed{", r"\boxed", r"\boxed{4", r"boxed{4}"])
-def test_answer_without_a_box_is_passed_unchanged_and_marked(text):
+)  # fmt: skip
+def test_answer_without_a_full_last_box_is_passed_unchanged_and_marked(text):
     assert extract(text) == (text, False)
 
 
-@pytest.mark.parametrize("text", [r"\boxed{}", "\\boxed{ \n }", r"\boxed{4} \boxed{}", r"\boxed{\text{ }}"])
-def test_empty_last_box_is_not_an_answer(text):
-    assert extract(text) == (text, False)
-
-
-pieces = st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\", "a", "[", "]", "\n", " "]), max_size=30)
+pieces = st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\q", "a", "[", "]", "\n", " "]), max_size=30)
 
 
 @given(pieces)
@@ -304,15 +286,12 @@ def test_extraction_may_be_a_custom_function():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("defalt", "did you mean 'default'"),
-        ("no_such_module:f", "'no_such_module'"),
-        (f"{__name__}:no_such", "'no_such'"),
-        (f"{__name__}:ASKING", "not a function"),
-        (f"{__name__}:no_pair", "(action, "),
-        (f"{__name__}:third_line", "IndexError"),
+        ("defalt", "did you mean 'default'"), ("no_such_module:f", "'no_such_module'"),
+        (f"{__name__}:no_such", "'no_such'"), (f"{__name__}:ASKING", "not a function"),
+        (f"{__name__}:no_pair", "(action, "), (f"{__name__}:third_line", "IndexError"),
         (f"{__name__}:of_two", "'observation'"),
     ],
-)
+)  # fmt: skip
 def test_invalid_extraction_says_why(name, says):
     (problem,) = extraction_problems(name)
     assert says in problem

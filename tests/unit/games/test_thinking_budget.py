@@ -13,21 +13,15 @@ import pytest
 
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.players.policy import PolicyPlayer
-from unstable_lite.games.players.thinking_budget import ThinkingBudget, thinking_budget
+from unstable_lite.games.answers import END_OF_THINKING, KNOWN_TAGS, end_of_thinking
+from unstable_lite.games.players.policy import PolicyPlayer, ThinkingBudget, thinking_budget
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.types import AgentSpec, FinishReason, Generation, ModelRef
 
 END_IDS = list(END_OF_THINKING.encode())
 INFO = {"prompts": {"end_of_thinking": END_IDS}, "max_model_len": 100}
-AGENT = AgentSpec(
-    pid=0,
-    model=ModelRef(uid="base", kind="checkpoint", adapter_version=0),
-    collect_data=True,
-    prompt_template="own",
-    action_extraction_fn="default",
-)
+MODEL = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+AGENT = AgentSpec(pid=0, model=MODEL, collect_data=True, prompt_template="own", action_extraction_fn="default")
 ENGINE = EngineConfig(thinking_tokens=6, max_generation_len=10)
 
 
@@ -95,10 +89,21 @@ async def test_answer_without_open_thinking_is_continued_without_forced_ids() ->
     assert (answer.text, answer.forced) == ("a</think>xyz", None)
 
 
-async def test_budget_that_ends_inside_a_tag_leaves_thinking_open() -> None:
-    answer = await answered(Sampler("a</think>xyz", "7"))
-    assert answer.forced is not None
-    assert answer.text == f"a</thi{END_OF_THINKING}7"
+@pytest.mark.parametrize(
+    ("texts", "text", "finish_reason"),
+    [
+        (["short"], "short", "stop"),  # within the budget
+        (["a</think>xyz", "7"], f"a</thi{END_OF_THINKING}7", "stop"),  # the budget ends inside a tag
+        (["I wonder what", "a long answer"], f"I wond{END_OF_THINKING}a lo", "length"),  # all tokens are used
+    ],
+)
+async def test_number_of_generations_and_end_follow_from_the_length(
+    texts: list[str], text: str, finish_reason: str
+) -> None:
+    sampler = Sampler(*texts)
+    answer = await answered(sampler)
+    assert (answer.text, answer.finish_reason, len(sampler.asked)) == (text, finish_reason, len(texts))
+    assert (answer.forced is not None) == (END_OF_THINKING in text)
 
 
 async def test_engine_that_completes_other_ids_is_refused() -> None:
@@ -109,17 +114,6 @@ async def test_engine_that_completes_other_ids_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"engine.kind = 'auto' does not complete the ids"):
         await budget().generate(generate, "<think>", "p?", 3, (), None)
-
-
-async def test_answer_within_the_budget_is_one_generation() -> None:
-    sampler = Sampler("short")
-    assert (await answered(sampler)).text == "short"
-    assert len(sampler.asked) == 1
-
-
-async def test_answer_that_uses_all_tokens_is_cut_off() -> None:
-    answer = await answered(Sampler("I wonder what", "a long answer"))
-    assert (len(answer.completion_ids), answer.finish_reason) == (10, "length")
 
 
 @pytest.mark.parametrize(("max_model_len", "requests"), [(8 + len(END_IDS), 1), (9 + len(END_IDS), 2)])
@@ -174,3 +168,23 @@ def test_engine_that_names_no_end_of_thinking_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine.thinking_tokens: engine.kind = 'auto' does not say which ids"):
         thinking_budget(ENGINE, {"max_model_len": 100})
     assert thinking_budget(EngineConfig(), {}) is None
+
+
+@pytest.mark.parametrize("tags", KNOWN_TAGS[1:])
+async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str, str]) -> None:
+    end = end_of_thinking(tags)
+    ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {end: [*end.encode()]}}
+    made = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120, tags=tags)
+    sampler = Sampler(f"{tags[0]}{'hm ' * 40}", r"\boxed{2}")
+    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
+    assert answer.forced is not None and answer.forced.ids.tolist() == [*end.encode()]
+    assert end.endswith((tags[1], f"{tags[1]}\n\n")) and answer.text.endswith(rf"{end}\boxed{{2}}")
+    sampler = Sampler(f"{tags[0]}hm{tags[1]}{'so ' * 40}", r"\boxed{2}")
+    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
+    assert answer.forced is None, "this thought was closed"
+
+
+async def test_tags_that_an_engine_cannot_end_are_refused_by_name() -> None:
+    made = replace(budget(), tags=("[THINK]", "[/THINK]"))
+    with pytest.raises(ConfigError, match=r"no ids for '\\n\[/THINK\]"):
+        await made.generate(Sampler("I wonder what").generate, "", "p?", 3, (), None)

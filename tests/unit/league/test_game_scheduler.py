@@ -11,7 +11,12 @@ from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import BaseModelSampler, UniformRandomEnvSampler, build_model_sampler
+from unstable_lite.league.samplers import (
+    BaseModelSampler,
+    MixtureModelSampler,
+    UniformRandomEnvSampler,
+    build_model_sampler,
+)
 from unstable_lite.rng import game_seed
 from unstable_lite.types import GameRecord, ModelRef, PlayerTrajectory
 
@@ -49,10 +54,16 @@ def policy_seat(spec):
 # training games
 
 
-def test_games_use_the_observation_mode_of_their_env():
-    shown_short = {"observation": "first-last"}
-    scheduler = make_scheduler(train=[make_train_env(**shown_short)], evals=[make_eval_env(**shown_short)])
-    assert scheduler.next_train_job().observation == scheduler.next_eval_job().observation == "first-last"
+@pytest.mark.parametrize("strategy", ["fixed", "lagged"])
+def test_games_and_all_their_players_are_set_up_as_their_env_says(strategy):
+    settings = {"observation": "first-last", "prompt_template": "qwen3-zs", "action_extraction_fn": "mine"}
+    settings["max_turns"] = 7
+    envs = {"train": [make_train_env(**settings)], "evals": [make_eval_env(**settings)]}
+    scheduler = make_scheduler(strategy, **envs)
+    for spec in (scheduler.next_train_job(), scheduler.next_eval_job()):
+        assert (spec.observation, spec.max_turns) == ("first-last", 7)
+        players = {(agent.prompt_template, agent.action_extraction_fn) for agent in spec.agent_specs}
+        assert players == {("qwen3-zs", "mine")}
     assert make_scheduler().next_train_job().observation == "env"
 
 
@@ -82,14 +93,29 @@ def test_eval_env_with_an_unavailable_opponent_is_skipped():
         scheduler.next_eval_job(can_play=lambda _model: False)
 
 
-@pytest.mark.parametrize(("num_players", "num_actors"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
-def test_current_policy_gets_num_actors_seats_and_only_they_are_collected(num_players, num_actors):
-    scheduler = make_scheduler(train=[make_train_env(num_players, num_actors)])
-    spec = scheduler.next_train_job()
-    assert [agent.pid for agent in spec.agent_specs] == list(range(num_players))
-    collected = [agent for agent in spec.agent_specs if agent.collect_data]
-    assert [agent.model.uid for agent in collected] == ["ckpt-1"] * num_actors
-    assert all(agent.model.kind == "fixed" for agent in spec.agent_specs if not agent.collect_data)
+@pytest.mark.parametrize(
+    ("strategy", "num_players", "num_actors", "own", "others"),
+    [
+        ("fixed", 1, 1, 1, set()),
+        ("fixed", 2, 1, 1, {"fixed-x", "fixed-y"}),
+        ("fixed", 2, 2, 2, set()),
+        ("fixed", 4, 1, 1, {"fixed-x", "fixed-y"}),
+        ("fixed", 4, 3, 3, {"fixed-x", "fixed-y"}),
+        ("none", 2, 2, 2, set()),
+        ("lagged", 2, 1, 1, {"base"}),
+        ("mirror", 2, 1, 2, set()),  # an opponent that is the current policy is collected, too
+    ],
+)
+def test_only_the_seats_of_the_current_policy_are_collected(strategy, num_players, num_actors, own, others):
+    scheduler = make_scheduler(strategy, train=[make_train_env(num_players, num_actors)])
+    met = set()
+    for _ in range(20):
+        spec = scheduler.next_train_job()
+        assert [agent.pid for agent in spec.agent_specs] == list(range(num_players))
+        collected = [agent.model.uid for agent in spec.agent_specs if agent.collect_data]
+        assert collected == ["ckpt-1"] * own
+        met |= {agent.model.uid for agent in spec.agent_specs if not agent.collect_data}
+    assert met == others
 
 
 class ByName(BaseModelSampler):
@@ -112,25 +138,6 @@ def test_sampler_state_that_json_would_change_is_refused():
         make_scheduler(f"{__name__}:CountsBySeat").state_dict()
 
 
-def test_no_opponent_is_sampled_if_the_policy_has_every_seat():
-    spec = make_scheduler("none", train=[make_train_env(2, 2)]).next_train_job()
-    assert {agent.model.uid for agent in spec.agent_specs} == {"ckpt-1"}
-    assert all(agent.collect_data for agent in spec.agent_specs)
-
-
-def test_opponent_that_is_the_current_policy_is_collected_too():
-    spec = make_scheduler("mirror").next_train_job()
-    assert [(agent.model.uid, agent.collect_data) for agent in spec.agent_specs] == [("ckpt-1", True)] * 2
-
-
-def test_lagged_opponent_is_not_collected():
-    spec = make_scheduler("lagged").next_train_job()
-    assert {(agent.model.uid, agent.collect_data) for agent in spec.agent_specs} == {
-        ("ckpt-1", True),
-        ("base", False),
-    }
-
-
 def test_each_opponent_seat_gets_its_own_opponent():
     scheduler = make_scheduler(train=[make_train_env(3, 1)])
     mixed = [{agent.model.uid for agent in scheduler.next_train_job().agent_specs} for _ in range(50)]
@@ -141,15 +148,6 @@ def test_training_seats_are_shuffled_evenly():
     scheduler = make_scheduler()
     seats = Counter(policy_seat(scheduler.next_train_job()) for _ in range(1000))
     assert abs(seats[0] - 500) < 80
-
-
-def test_all_players_get_the_template_of_the_env():
-    env = make_train_env(prompt_template="qwen3-zs", action_extraction_fn="mine", max_turns=7)
-    for strategy in ("fixed", "lagged"):
-        spec = make_scheduler(strategy, train=[env]).next_train_job()
-        assert {agent.prompt_template for agent in spec.agent_specs} == {"qwen3-zs"}
-        assert {agent.action_extraction_fn for agent in spec.agent_specs} == {"mine"}
-        assert spec.max_turns == 7
 
 
 def test_new_checkpoint_plays_from_the_next_game():
@@ -177,39 +175,23 @@ def test_games_of_a_group_differ_only_in_their_number():
 
 
 @pytest.mark.parametrize("num_players", [2, 3])
-def test_evaluation_seats_are_balanced_exactly(num_players):
-    scheduler = make_scheduler(evals=[make_eval_env(num_players)])
-    seats = Counter(policy_seat(scheduler.next_eval_job()) for _ in range(10 * num_players))
-    assert seats == dict.fromkeys(range(num_players), 10)
-
-
-def test_each_env_cycles_through_its_own_seats():
-    evals = [make_eval_env(env_id="V"), make_eval_env(env_id="W")]
-    scheduler = make_scheduler(evals=evals)
-    seats = Counter()
-    for _ in range(4):
-        for env in evals:
-            spec = scheduler.next_eval_job(env)
-            seats[spec.env_id, policy_seat(spec)] += 1
-    assert set(seats.values()) == {2}
-
-
-def test_each_sampling_of_an_env_cycles_through_its_own_seats():
-    scheduler, seats = make_scheduler(), Counter()
-    for _ in range(4):
-        for temperature in (None, 0.0):
-            spec = scheduler.next_eval_job(make_eval_env(temperature=temperature))
-            seats[temperature, policy_seat(spec)] += 1
-    assert set(seats.values()) == {2}
-
-
-def test_quota_is_balanced_even_while_other_evaluations_run():
-    scheduler = make_scheduler()
-    seats = Counter()
-    for _ in range(4):
-        seats[policy_seat(scheduler.next_eval_job(make_eval_env(), label="quota"))] += 1
-        scheduler.next_eval_job()
-    assert seats == {0: 2, 1: 2}
+@pytest.mark.parametrize(
+    "turns",
+    [
+        pytest.param([{}], id="one env"),
+        pytest.param([{"env_id": "V"}, {"env_id": "W"}], id="each env"),
+        pytest.param([{"temperature": None}, {"temperature": 0.0}], id="each sampling of an env"),
+        pytest.param([{"label": "quota"}, {}], id="a quota beside other evaluations"),
+    ],
+)
+def test_each_kind_of_evaluation_cycles_through_its_own_seats(num_players, turns):
+    scheduler, seats = make_scheduler(evals=[make_eval_env(num_players)]), Counter()
+    for _ in range(4 * num_players):
+        for kind, changes in enumerate(turns):
+            env = {name: value for name, value in changes.items() if name != "label"}
+            spec = scheduler.next_eval_job(make_eval_env(num_players, **env), label=changes.get("label"))
+            seats[kind, policy_seat(spec)] += 1
+    assert seats == {(kind, seat): 4 for kind in range(len(turns)) for seat in range(num_players)}
 
 
 def test_evaluations_with_a_quota_share_seeds_from_every_seat():
@@ -253,12 +235,9 @@ def test_base_as_an_opponent_is_not_trained_even_while_it_is_the_policy():
     train = [make_train_env(fixed_opponents=("base",))]
     scheduler = make_scheduler(train=train)
     scheduler.registry.load_state_dict(ModelRegistry().state_dict())  # the base is the policy
-    specs = [scheduler.next_train_job() for _ in range(20)]
-    for spec in specs:
-        assert {(agent.model.uid, agent.collect_data) for agent in spec.agent_specs} == {
-            ("base", True),
-            ("fixed-base", False),
-        }
+    for _ in range(20):
+        players = {(agent.model.uid, agent.collect_data) for agent in scheduler.next_train_job().agent_specs}
+        assert players == {("base", True), ("fixed-base", False)}
 
 
 def test_opponent_is_drawn_for_the_env_of_the_game():
@@ -275,8 +254,7 @@ def test_opponent_is_drawn_for_the_env_of_the_game():
 
 def test_single_player_evaluation_has_no_opponent():
     scheduler = make_scheduler(evals=[make_eval_env(1)])
-    (agent,) = scheduler.next_eval_job().agent_specs
-    assert agent.model.uid == "ckpt-1"
+    assert [agent.model.uid for agent in scheduler.next_eval_job().agent_specs] == ["ckpt-1"]
     assert "fixed-judge" not in scheduler.registry.get_all_models()
 
 
@@ -299,15 +277,12 @@ def test_evaluation_opponent_is_not_trained_against():
 @given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_seeds_of_training_and_evaluation_never_overlap(run_seed, train_number, eval_number):
     train, evaluation = game_seed(run_seed, "train", train_number), game_seed(run_seed, "eval", eval_number)
-    assert train % 2 == 0
-    assert evaluation % 2 == 1
-    assert 0 <= train < 2**31
-    assert 0 <= evaluation < 2**31
+    assert (train % 2, evaluation % 2) == (0, 1)
+    assert 0 <= train < 2**31 and 0 <= evaluation < 2**31
 
 
 def test_seeds_differ_between_games_and_runs():
-    seeds = {game_seed(run_seed, "train", n) for run_seed in (0, 1) for n in range(1000)}
-    assert len(seeds) > 1995
+    assert len({game_seed(run_seed, "train", n) for run_seed in (0, 1) for n in range(1000)}) > 1995
 
 
 @given(st.lists(st.booleans(), max_size=30))
@@ -322,23 +297,15 @@ def test_games_are_numbered_uniquely_and_seeded_per_kind(is_eval):
     assert [spec.game_idx for spec in specs] == list(range(len(specs)))
 
 
-def test_same_run_seed_gives_the_same_games():
-    def games(run_seed):
-        scheduler = make_scheduler({"mirror": 1, "fixed": 1}, run_seed=run_seed)
-        return [scheduler.next_train_job() for _ in range(30)]
+def test_same_run_seed_gives_the_same_games_with_any_global_stream():
+    def games(run_seed, global_seed):
+        random.seed(global_seed)
+        state, scheduler = random.getstate(), make_scheduler({"mirror": 1, "fixed": 1}, run_seed=run_seed)
+        found = [scheduler.next_train_job() for _ in range(30)] + [scheduler.next_eval_job()]
+        assert random.getstate() == state, "the global stream belongs to the games"
+        return found
 
-    assert games(1) == games(1)
-    assert games(1) != games(2)
-
-
-def test_global_random_stream_is_neither_read_nor_advanced():
-    scheduler, twin = make_scheduler(), make_scheduler()
-    random.seed(0)
-    state = random.getstate()
-    games = [scheduler.next_train_job() for _ in range(5)] + [scheduler.next_eval_job()]
-    assert random.getstate() == state
-    random.seed(1)
-    assert games == [twin.next_train_job() for _ in range(5)] + [twin.next_eval_job()]
+    assert games(1, 0) == games(1, 1) != games(2, 0)
 
 
 # results
@@ -353,6 +320,19 @@ def test_training_and_evaluation_games_are_rated():
         assert scheduler.registry.get("ckpt-1").ratings[spec.env_id].mu > 25
 
 
+def test_evaluation_games_do_not_change_the_weights_of_pfsp():
+    scheduler = make_scheduler("pfsp")
+    for score in (1.0, -1.0):
+        spec = scheduler.next_train_job()
+        scheduler.update(make_record(spec, [score, -score]))
+    before = scheduler._model_sampler.state_dict()["results"]
+    assert before
+    for _ in range(50):
+        spec = scheduler.next_eval_job()
+        scheduler.update(make_record(spec, [1.0, -1.0]))
+    assert scheduler._model_sampler.state_dict()["results"] == before
+
+
 def test_void_game_changes_no_rating():
     scheduler = make_scheduler()
     before = scheduler.registry.state_dict()
@@ -365,38 +345,57 @@ class Recording(UniformRandomEnvSampler):
         self.seen = (env_id, avg_actor_reward, avg_opponent_reward)
 
 
-def test_env_sampler_gets_the_results_of_actors_and_opponents():
-    scheduler = make_scheduler(train=[make_train_env(3, 2)], env_sampler=Recording)
+def test_env_sampler_gets_the_results_of_training_games_alone():
+    for num_players, num_actors, expected in ((3, 2, ("T", 1.0, -1.0)), (2, 2, ("T", 1.0, None))):
+        train = [make_train_env(num_players, num_actors)]
+        scheduler = make_scheduler(train=train, env_sampler=Recording)
+        scheduler.update(make_record(scheduler.next_eval_job(), [1.0, -1.0]))
+        assert not hasattr(scheduler._env_sampler, "seen")
+        spec = scheduler.next_train_job()
+        scheduler.update(make_record(spec, [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]))
+        assert scheduler._env_sampler.seen == expected
+
+
+class Old(BaseModelSampler):
+    """Sampler of an earlier version, whose `update` knows no teams."""
+
+    def sample_opponent(self, env_id):
+        return self.registry.fixed(env_id)[0].ref
+
+    def update(self, uids, scores, env_id):
+        self.seen = (dict(uids), dict(scores), env_id)
+
+
+def test_teams_reach_ratings_and_samplers_even_older_ones():
+    scheduler = make_scheduler("pfsp", train=[make_train_env(4, 1)], env_sampler=Recording)
+    older = Old(scheduler.registry, random.Random(0))
+    scheduler._model_sampler = MixtureModelSampler(
+        scheduler.registry, random.Random(0), [scheduler._model_sampler, older], [1, 1]
+    )
     spec = scheduler.next_train_job()
-    rewards = [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]
-    scheduler.update(make_record(spec, rewards))
+    own = policy_seat(spec)
+    opponents = [agent.model.uid for agent in spec.agent_specs if agent.pid != own]
+    record = make_record(spec, [1.0 if pid // 2 == own // 2 else -1.0 for pid in range(4)])
+    record.teams = {pid: str(pid // 2) for pid in range(4)}
+    scheduler.update(record)
+    assert scheduler.registry.get("ckpt-1").wins == 1
+    assert older.seen[2] == "T"
+    assert set(scheduler._model_sampler.samplers[0].state_dict()["results"]["T"]) <= set(opponents)
     assert scheduler._env_sampler.seen == ("T", 1.0, -1.0)
-
-
-def test_mirror_game_reports_no_opponent_result():
-    scheduler = make_scheduler("none", train=[make_train_env(2, 2)], env_sampler=Recording)
-    scheduler.update(make_record(scheduler.next_train_job(), [1.0, -1.0]))
-    assert scheduler._env_sampler.seen == ("T", 0.0, None)
-
-
-def test_env_sampler_gets_no_evaluation_results():
-    scheduler = make_scheduler(env_sampler=Recording)
-    scheduler.update(make_record(scheduler.next_eval_job(), [1.0, -1.0]))
-    assert not hasattr(scheduler._env_sampler, "seen")
 
 
 # restart
 
 
-def test_restored_scheduler_continues_with_the_same_games():
-    strategy = {"mirror": 1, "lagged": 1, "fixed": 1}
-    before, after = make_scheduler(strategy), make_scheduler(strategy)
-    for _ in range(7):
-        before.next_train_job()
+@pytest.mark.parametrize("shares_by", ["games", "steps"])
+def test_restored_scheduler_continues_with_the_same_games(shares_by):
+    before, after = (make_scheduler({"mirror": 1, "lagged": 1, "fixed": 2}, shares_by=shares_by) for _ in range(2))
+    for _ in range(30):
+        before.update(make_record(before.next_train_job(), [1.0, -1.0]))
         before.next_eval_job()
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     after.registry.load_state_dict(json.loads(json.dumps(before.registry.state_dict())))
-    for _ in range(20):
+    for _ in range(30):
         assert after.next_train_job() == before.next_train_job()
         assert after.next_eval_job() == before.next_eval_job()
 
@@ -414,19 +413,16 @@ def test_games_in_flight_are_saved_and_dropped_after_a_restart():
     assert restored.state_dict() == state | {"in_flight": []}
 
 
-@pytest.mark.parametrize("strategy", ["mirror", "pfsp", {"mirror": 1, "lagged": 1}, {"mirror": 1, "pfsp": 1}], ids=str)
-def test_replaced_samplers_start_from_scratch_with_a_message(strategy):
-    before, after = make_scheduler({"mirror": 1, "fixed": 1}), make_scheduler(strategy)
+@pytest.mark.parametrize("strategy", ["mirror", "pfsp", {"mirror": 1, "lagged": 1}, {"mirror": 1}], ids=str)
+@pytest.mark.parametrize("saved", ["lagged", {"mirror": 1, "fixed": 1}], ids=str)
+def test_replaced_samplers_start_from_scratch_with_a_message(strategy, saved):
+    before, after = make_scheduler(saved), make_scheduler(strategy)
     before.next_train_job()
     (message,) = after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert "MirrorModelSampler" in message and "FixedOpponentModelSampler" in message
+    assert before.samplers[0].kind in message and after.samplers[0].kind in message
     assert after.next_train_job().game_idx == before.next_train_job().game_idx
-
-
-def test_mixture_of_one_differs_from_that_sampler_alone():
     alone, mixture = make_scheduler("mirror"), make_scheduler({"mirror": 1})
-    assert len(mixture.load_state_dict(alone.state_dict())) == 1
-    assert len(alone.load_state_dict(mixture.state_dict())) == 1
+    assert len(mixture.load_state_dict(alone.state_dict())) == len(alone.load_state_dict(mixture.state_dict())) == 1
 
 
 # shares
@@ -441,16 +437,8 @@ def shares_of_steps(shares_by, strategy, steps_of_env):
         spec = scheduler.next_train_job()
         record = make_record(spec, [1.0, -1.0])
         collected = [agent for agent in spec.agent_specs if agent.collect_data]
-        record.trajectories = [
-            PlayerTrajectory(
-                pid=agent.pid,
-                env_id=spec.env_id,
-                game_idx=spec.game_idx,
-                model=agent.model,
-                steps=[None] * steps_of_env[spec.env_id],
-            )
-            for agent in collected
-        ]
+        shared = {"env_id": spec.env_id, "game_idx": spec.game_idx, "steps": [None] * steps_of_env[spec.env_id]}
+        record.trajectories = [PlayerTrajectory(pid=agent.pid, model=agent.model, **shared) for agent in collected]
         steps[spec.env_id, len(collected) == 2] += len(collected) * steps_of_env[spec.env_id]
         scheduler.update(record)
     return {kind: count / steps.total() for kind, count in steps.items()}
@@ -463,12 +451,3 @@ def test_shares_by_steps_are_shares_of_the_collected_steps():
     assert by_steps == pytest.approx(expected, abs=0.06)
     by_games = shares_of_steps("games", given_, {"short": 2, "long": 20})
     assert by_games["long", True] == pytest.approx(0.3 * 2 * 20 / (1.3 * 22), abs=0.06)
-
-
-def test_state_of_shares_by_steps_survives_a_restart():
-    first = make_scheduler({"mirror": 0.3, "fixed": 0.7}, shares_by="steps")
-    for _ in range(50):
-        first.update(make_record(first.next_train_job(), [1.0, -1.0]))
-    second = make_scheduler({"mirror": 0.3, "fixed": 0.7}, shares_by="steps", run_seed=0)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [first.next_train_job() for _ in range(50)] == [second.next_train_job() for _ in range(50)]

@@ -12,7 +12,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.ratings import Rating
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
-from unstable_lite.tracking.league_log import LeagueLog
+from unstable_lite.tracking.records import LeagueLog
 from unstable_lite.types import ModelRef
 
 PRIOR_SIGMA = 25 / 3
@@ -34,17 +34,14 @@ def results_of(registry, uid):
     return meta.games, meta.wins, meta.draws, meta.losses
 
 
-def test_registry_starts_with_the_base_as_the_current_policy():
+def test_current_policy_is_the_base_and_then_the_checkpoint_added_last():
     registry = ModelRegistry()
-    assert registry.get_current_ckpt() == "base"
+    assert registry.get_current_ckpt() == "base" and registry.get("base").iteration == 0
     assert registry.current == ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    assert registry.get("base").iteration == 0
-
-
-def test_checkpoint_added_last_is_current():
-    registry = ModelRegistry()
     registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     assert registry.current == ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
+    registry.set_active("base", False)
+    assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"], "an inactive one is not offered"
 
 
 def test_fixed_models_are_registered_once_under_their_name():
@@ -56,45 +53,30 @@ def test_fixed_models_are_registered_once_under_their_name():
     assert registry.get_current_ckpt() == "base"
 
 
-def test_checkpoint_inherits_mu_and_twice_sigma():
+def test_checkpoint_inherits_mu_and_twice_sigma_at_most_the_prior():
     registry = make_registry("x")
     for _ in range(30):
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: -1.0, 1: 1.0}, "E")
     base = registry.get("base").rating
-    registry.add_policy("ckpt-1", 1, 1)
-    assert registry.get("ckpt-1").rating == Rating(base.mu, 2 * base.sigma)
-
-
-def test_checkpoint_without_inheritance_starts_at_the_prior():
-    registry = make_registry("x")
-    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
-    registry.add_policy("ckpt-1", 1, 1, inherit=False)
-    assert registry.get("ckpt-1").rating == Rating(25.0, PRIOR_SIGMA)
-
-
-def test_sigma_never_exceeds_the_prior():
-    registry = ModelRegistry()
     for n in range(1, 21):
         registry.add_policy(f"ckpt-{n}", n, n)
-    assert registry.get("ckpt-20").rating.sigma == PRIOR_SIGMA
-
-
-def test_win_raises_the_winner_and_lowers_the_loser():
-    registry = make_registry("x")
-    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 0.2, 1: 0.1}, "E")
-    assert registry.get("base").rating.mu > 25 > registry.get("fixed-x").rating.mu
-    assert results_of(registry, "base") == (1, 1, 0, 0)
-    assert results_of(registry, "fixed-x") == (1, 0, 0, 1)
+    assert registry.get("ckpt-1").rating == Rating(base.mu, 2 * base.sigma)
+    assert registry.get("ckpt-20").rating == Rating(base.mu, PRIOR_SIGMA)
+    registry.add_policy("ckpt-21", 21, 21, inherit=False)
+    assert registry.get("ckpt-21").rating == Rating(25.0, PRIOR_SIGMA)
 
 
 @pytest.mark.parametrize("score", [-1.0, 0.0, 1.0])
-def test_equal_scores_are_a_draw_for_any_sign(score):
+def test_a_lead_of_any_sign_is_a_win_and_equal_scores_are_a_draw(score):
     registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x"}, {0: score, 1: score}, "E")
     assert registry.get("base").rating.mu == pytest.approx(25)
     assert registry.get("base").rating.sigma < PRIOR_SIGMA
-    assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: score + 0.1, 1: score}, "E")
+    assert registry.get("base").rating.mu > 25 > registry.get("fixed-x").rating.mu
+    assert results_of(registry, "base") == (2, 1, 1, 0)
+    assert results_of(registry, "fixed-x") == (2, 0, 1, 1)
 
 
 ratings = st.builds(Rating, st.floats(-20, 70), st.floats(0.05, 9))
@@ -114,6 +96,70 @@ def test_two_models_are_rated_as_the_library_rates_them(one, other, score):
     for rating, by_library in zip(ratings_of(registry).values(), expected, strict=True):
         assert rating.mu == pytest.approx(by_library.mu, abs=1e-6)
         assert rating.sigma == pytest.approx(by_library.sigma, abs=1e-6)
+
+
+@pytest.mark.parametrize("names", ["ab|cd", "abc|def", "ab|cd|ef"])
+@pytest.mark.parametrize("score", [-1.0, 0.0, 1.0])
+def test_teams_are_rated_as_the_library_rates_teams(names, score):
+    registry, rng, library = make_registry(*"abcdef"), random.Random(names), trueskill.TrueSkill(beta=4.0)
+    teams = {f"fixed-{name}": n for n, team in enumerate(names.split("|")) for name in team}
+    start = {uid: Rating(rng.uniform(20, 30), rng.uniform(1, 8)) for uid in teams}
+    for uid, rating in start.items():
+        registry.get(uid).ratings["E"] = rating
+    groups = [
+        {uid: library.create_rating(*start[uid]) for uid in teams if teams[uid] == n}
+        for n in range(max(teams.values()) + 1)
+    ]
+    expected = library.rate(groups, [-score, score, 2.0][: len(groups)])
+    scores = {pid: [score, -score, -2.0][n] for pid, n in enumerate(teams.values())}
+    registry.update_ratings(dict(enumerate(teams)), scores, "E", dict(enumerate(teams.values())))
+    for uid, n in teams.items():
+        assert registry.get(uid).ratings["E"] == pytest.approx((expected[n][uid].mu, expected[n][uid].sigma), abs=1e-4)
+
+
+def test_partners_win_together_and_are_no_rivals():
+    registry, seats = make_registry(*"wxyz"), dict(enumerate(f"fixed-{name}" for name in "wxyz"))
+    for scores in ([1, 1, -1, -1], [0, 0, 0, 0], [-1, 0, 0, 0]):  # the last: one player forfeits
+        registry.update_ratings(seats, dict(enumerate(scores)), "E", {0: "red", 1: "red", 2: "blue", 3: "blue"})
+    assert [results_of(registry, uid) for uid in seats.values()] == [(3, 1, 1, 1)] * 4
+    pairs = {("fixed-w", "fixed-y"), ("fixed-w", "fixed-z"), ("fixed-x", "fixed-y"), ("fixed-x", "fixed-z")}
+    assert registry.match_results == dict.fromkeys(pairs, (1, 1, 1))
+    assert registry.match_counts == dict.fromkeys(pairs, 3)
+
+
+@pytest.mark.parametrize("scores", [[1, 1, 1, 1], [5, 0, 0, 0]])
+def test_players_of_one_team_are_only_counted(scores):
+    registry = make_registry("x")
+    before = ratings_of(registry)
+    seats = {0: "base", 1: "fixed-x", 2: "base", 3: "fixed-x"}
+    registry.update_ratings(seats, dict(enumerate(scores)), "E", dict.fromkeys(seats, "all"))
+    assert (ratings_of(registry), registry.match_counts) == (before, {})
+    assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 0, 0)
+
+
+def test_model_in_both_teams_keeps_its_rating():
+    registry, teams = make_registry("x", "y"), {0: 0, 1: 0, 2: 1, 3: 1}
+    scores = {0: 1.0, 1: 1.0, 2: -1.0, 3: -1.0}
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base", 3: "fixed-y"}, scores, "E", teams)
+    assert registry.get("base").rating == Rating(25.0, PRIOR_SIGMA)
+    assert results_of(registry, "base") == (1, 0, 0, 0)
+    assert registry.get("fixed-x").rating.mu > 25 > registry.get("fixed-y").rating.mu
+    assert registry.match_results == {("fixed-x", "fixed-y"): (1, 0, 0)}
+    registry.update_ratings({0: "base", 1: "fixed-y", 2: "fixed-y", 3: "fixed-y"}, scores, "F", teams)
+    assert registry.get("base").ratings["F"].mu > 25 == registry.get("fixed-y").ratings["F"].mu
+    assert results_of(registry, "base") == (2, 1, 0, 0)
+    assert registry.match_results["base", "fixed-y"] == (1, 0, 0)
+
+
+def test_equal_models_in_uneven_teams_stay_equal():
+    registry, rng = make_registry("x"), random.Random(0)
+    registry.set_anchor("E", "fixed-x")
+    for _ in range(600):
+        seat, is_won = rng.randrange(6), rng.random() < 0.5
+        teams = {pid: "mafia" if pid < 2 else "village" for pid in range(6)}
+        scores = {pid: 1.0 if (pid < 2) == is_won else -1.0 for pid in range(6)}
+        registry.update_ratings({pid: "base" if pid == seat else "fixed-x" for pid in range(6)}, scores, "E", teams)
+    assert abs(registry.get("base").rating.mu - 25) < 2
 
 
 def test_each_env_has_its_own_ratings_and_draw_probability():
@@ -168,24 +214,14 @@ def test_policy_of_constant_strength_seldom_seems_to_rise():
     assert risen <= 5  # nominal 2.3 % of 60; more than this in 1 of 300 such tests
 
 
-@given(st.lists(st.floats(-1, 1), min_size=2, max_size=5))
-def test_mirror_games_never_change_ratings(scores):
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=5))
+def test_mirror_and_single_player_games_are_only_counted(scores):
     registry = ModelRegistry()
     before = ratings_of(registry)
     registry.update_ratings(dict.fromkeys(range(len(scores)), "base"), dict(enumerate(scores)), "E")
     assert ratings_of(registry) == before
     assert results_of(registry, "base") == (1, 0, 0, 0)
-    assert registry.match_counts == {("base", "base"): 1}
-
-
-@pytest.mark.parametrize("score", [0.0, 0.05, 1.0])
-def test_single_player_games_only_count(score):
-    registry = ModelRegistry()
-    before = ratings_of(registry)
-    registry.update_ratings({0: "base"}, {0: score}, "E")
-    assert ratings_of(registry) == before
-    assert results_of(registry, "base") == (1, 0, 0, 0)
-    assert registry.match_counts == {}
+    assert registry.match_counts == ({("base", "base"): 1} if len(scores) > 1 else {})
 
 
 def test_several_players_have_one_winner_or_a_draw_of_the_best():
@@ -201,44 +237,29 @@ def test_several_players_have_one_winner_or_a_draw_of_the_best():
 
 def test_model_at_several_seats_is_placed_by_its_mean_rank():
     registry = make_registry("x")
-    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
+    registry.update_ratings({2: "base", 1: "fixed-x", 0: "base"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
     assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
+    assert registry.get("base").rating.mu == pytest.approx(registry.get("fixed-x").rating.mu)
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: -1.0, 2: 0.0}, "E")
     assert results_of(registry, "base") == (2, 1, 1, 0)
 
 
-def test_order_of_duplicate_seats_does_not_matter():
-    one, other = make_registry("x"), make_registry("x")
-    one.update_ratings({0: "base", 1: "base", 2: "fixed-x"}, {0: 1.0, 1: -1.0, 2: 0.5}, "E")
-    other.update_ratings({2: "fixed-x", 1: "base", 0: "base"}, {0: -1.0, 1: 1.0, 2: 0.5}, "E")
-    assert ratings_of(one)["base"] == pytest.approx(ratings_of(other)["base"])
-
-
-def test_matches_are_counted_once_per_game_and_pair():
-    registry = make_registry("x")
-    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
-    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: 0.0}, "E")
-    assert registry.match_counts == {("base", "fixed-x"): 2, ("base", "base"): 1}
-
-
-def test_results_of_a_pair_follow_the_ranks_and_leave_mirror_games_out():
-    registry = make_registry("x", "y")
+def test_pairs_are_counted_once_per_game_and_have_results_by_rank(tmp_path):
+    registry, log = make_registry("x", "y"), LeagueLog(tmp_path / "league.jsonl")
     registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 0.0, 1: 0.0}, "E")
     registry.update_ratings({0: "base", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 0.5, 1: 1.0, 2: 0.0}, "E")
-    won_drawn_lost = {("base", "fixed-x"): (0, 1, 2), ("base", "fixed-y"): (1, 0, 0), ("fixed-x", "fixed-y"): (1, 0, 0)}
+    registry.update_ratings({0: "base", 1: "fixed-y", 2: "base"}, {0: 2.0, 1: 0.0, 2: 1.0}, "E")
+    won_drawn_lost = {("base", "fixed-x"): (0, 1, 2), ("base", "fixed-y"): (2, 0, 0), ("fixed-x", "fixed-y"): (1, 0, 0)}
     assert registry.match_results == won_drawn_lost
-
-
-def test_league_log_has_results_of_pairs_and_counts_mirror_games(tmp_path):
-    registry, log = make_registry("x"), LeagueLog(tmp_path / "league.jsonl")
-    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
-    registry.update_ratings({0: "base", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     log.log(1, registry)
     log.close()
-    line = json.loads((tmp_path / "league.jsonl").read_text())
-    assert line["matches"] == [["base", "fixed-x", 1, 0, 0, 1], ["base", "base", 1, 0, 0, 0]]
+    matches = json.loads((tmp_path / "league.jsonl").read_text())["matches"]
+    assert {(a, b): tuple(counts) for a, b, *counts in matches} == {
+        **{pair: (sum(results), *results) for pair, results in won_drawn_lost.items()},
+        ("base", "base"): (2, 0, 0, 0),
+    }
 
 
 @pytest.mark.parametrize("scores", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0)])
@@ -258,13 +279,6 @@ def test_evaluation_opponent_is_rated_and_never_offered():
     registry.add_fixed("judge")
     registry.add_fixed("judge", active=False)
     assert [meta.name for meta in registry.fixed("E")] == ["judge"]
-
-
-def test_inactive_checkpoint_is_not_offered():
-    registry = ModelRegistry()
-    registry.add_policy("ckpt-1", 1, 1)
-    registry.set_active("base", False)
-    assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"]
 
 
 def test_registry_state_survives_json():
@@ -318,10 +332,9 @@ def test_resumed_frozen_players_have_the_configured_ids():
     before.update_ratings({0: "fixed-adapter:y", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     after = make_registry("adapter:y", "base")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.get("fixed-adapter:y").adapter_version == FIRST_FROZEN_VERSION
+    names = ("adapter:y", "base", "run:x/best")
+    assert [after.get(f"fixed-{name}").adapter_version for name in names] == [FIRST_FROZEN_VERSION, 0, None]
     assert after.get("fixed-adapter:y").rating == before.get("fixed-adapter:y").rating
-    assert after.get("fixed-base").adapter_version == 0
-    assert after.get("fixed-run:x/best").adapter_version is None
     assert [meta.name for meta in after.frozen_adapters()] == ["adapter:y"]
 
 
@@ -358,11 +371,17 @@ def test_checkpoint_added_by_hand_is_a_player_that_inherits_and_is_not_the_polic
         registry.add_checkpoint("rival", "some/adapter", iteration=41)
 
 
-@pytest.mark.parametrize("uid", ["base", "initial", "ckpt-3", "fixed-x"])
-def test_checkpoint_added_by_hand_cannot_have_a_uid_of_the_runs_own_models(uid):
+@pytest.mark.parametrize(
+    ("uid", "path", "says"),
+    [
+        *((uid, "some/adapter", f"'{uid}'.* choose another uid") for uid in ("base", "initial", "ckpt-3", "fixed-x")),
+        *((uid, None, "the base is there already, as 'base'; leave this line out") for uid in ("base", "mine")),
+    ],
+)
+def test_checkpoint_added_by_hand_is_none_of_the_runs_own_models(uid, path, says):
     registry = ModelRegistry()
-    with pytest.raises(ConfigError, match=f"'{uid}'.* choose another uid"):
-        registry.add_checkpoint(uid, "some/adapter", iteration=3)
+    with pytest.raises(ConfigError, match=says):
+        registry.add_checkpoint(uid, path, iteration=3)
     assert list(registry.get_all_models()) == ["base"]
     assert registry.frozen_adapters() == []
 

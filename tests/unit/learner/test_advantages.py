@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from fakes.step_contexts import CONTEXT
 from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learner.advantages import (
+from unstable_lite.learner.critic import (
     estimate_advantages,
     is_judged,
     policy_weights,
     value_metrics,
     zero_share,
 )
-from unstable_lite.reward_transformations.spread import Spread
+from unstable_lite.reward_transformations.averages import Spread
 from unstable_lite.types import GameEnd, Opponent, StepContext, TrainItem
 
 
@@ -61,9 +61,7 @@ numbers = st.floats(-5, 5)
     gae_lambda=st.floats(0, 1),
     data=st.data(),
 )
-def test_advantages_equal_the_discounted_sum_of_td_errors(
-    lengths: list[int], gamma: float, gae_lambda: float, data: st.DataObject
-) -> None:
+def test_advantages_equal_the_discounted_sum_of_td_errors(lengths, gamma, gae_lambda, data):
     items = [step(data.draw(numbers), trajectory) for trajectory, n in enumerate(lengths) for _ in range(n)]
     values = [data.draw(numbers) for _ in items]
     advantage_I, target_I = estimate_advantages(items, np.array(values), gamma, gae_lambda)
@@ -72,20 +70,20 @@ def test_advantages_equal_the_discounted_sum_of_td_errors(
     assert target_I == pytest.approx(np.add(expected, values), abs=1e-9)
 
 
-def test_gamma_and_lambda_1_make_the_target_the_final_return() -> None:
+def test_gamma_and_lambda_1_make_the_target_the_final_return():
     items = [step(0.0, 7), step(0.0, 7), step(1.0, 7), step(-1.0, 3)]
     advantage_I, target_I = estimate_advantages(items, np.array([0.2, -0.5, 0.9, 0.4]), 1.0, 1.0)
     assert target_I == pytest.approx([1, 1, 1, -1])
     assert advantage_I == pytest.approx([0.8, 1.5, 0.1, -1.4])
 
 
-def test_lambda_0_uses_only_the_next_value() -> None:
+def test_lambda_0_uses_only_the_next_value():
     items = [step(0.5, 0), step(2.0, 0)]
     _, target_I = estimate_advantages(items, np.array([10.0, 3.0]), 0.9, 0.0)
     assert target_I == pytest.approx([0.5 + 0.9 * 3.0, 2.0])
 
 
-def test_truncated_game_bootstraps_from_its_last_prompt() -> None:
+def test_truncated_game_bootstraps_from_its_last_prompt():
     value_I = np.array([1.0, 2.0, 4.0, 8.0])
     # The player's last step is not judged, because nothing after it was observed.
     expected = [0.5 + 0.9 * 2 - 1 + 0.45 * (0.9 * 4 - 2), 0.9 * 4 - 2, 0.0, 7 - 8]
@@ -101,7 +99,7 @@ def test_truncated_game_bootstraps_from_its_last_prompt() -> None:
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_last_step_of_a_truncated_game_is_excluded(is_normalized: bool) -> None:
+def test_last_step_of_a_truncated_game_is_excluded(is_normalized):
     capped = [step(0.0, 0), step(-3.0, 0, make_context("truncated")), step(1.0, 1), step(-1.0, 2)]
     assert is_judged(capped).tolist() == [True, False, True, True]
     weight_I = policy_weights(capped, np.array([0.5, 0.0, 2.0, -1.0]), 1.0, is_normalized, Spread())
@@ -119,7 +117,7 @@ def test_last_step_of_a_truncated_game_is_excluded(is_normalized: bool) -> None:
         make_context("truncated", is_invalid=True, is_out=True),  # the player was already out
     ],
 )
-def test_other_endings_are_worth_their_reward(context: StepContext) -> None:
+def test_other_endings_are_worth_their_reward(context):
     rewards, value_I = [0.1, 0.2, 0.7], np.array([0.3, -0.6, 0.9])
     advantage_I, target_I = estimate_advantages([step(reward, 0, context) for reward in rewards], value_I, 0.9, 0.7)
     last = 0.7 + 0.9 * 0.0 - 0.9 + 0.9 * 0.7 * 0.0
@@ -129,12 +127,12 @@ def test_other_endings_are_worth_their_reward(context: StepContext) -> None:
     assert target_I.tolist() == [first + 0.3, middle + -0.6, last + 0.9]
 
 
-def test_split_trajectory_is_refused() -> None:
+def test_split_trajectory_is_refused():
     with pytest.raises(RequestError, match=r"item 0: .*trajectory 1"):
         estimate_advantages([step(0, 1), step(0, 2), step(0, 1)], np.zeros(3), 1.0, 1.0)
 
 
-def test_normalized_advantages_have_mean_0_and_deviation_1() -> None:
+def test_normalized_advantages_have_mean_0_and_deviation_1():
     given = np.array([1.0, 4.0, -2.0, 0.5])
     items = [step(reward, trajectory) for trajectory, reward in enumerate(given)]
     assert policy_weights(items, given, 1.0, True, Spread()) == pytest.approx(z_scores(given.tolist()))
@@ -142,7 +140,7 @@ def test_normalized_advantages_have_mean_0_and_deviation_1() -> None:
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_critic_error_is_ignored_if_all_returns_are_equal(is_normalized: bool) -> None:
+def test_critic_error_is_ignored_if_all_returns_are_equal(is_normalized):
     items = [step(0.0, 0), step(1.0, 0), step(1.0, 1), step(0.0, 2), step(0.0, 2), step(1.0, 2)]
     error_I = np.array([0.01, -0.02, 0.03, 0.02, 0.01, -0.01])
     assert policy_weights(items, error_I, 1.0, is_normalized, Spread()).tolist() == [0.0] * 6
@@ -150,7 +148,7 @@ def test_critic_error_is_ignored_if_all_returns_are_equal(is_normalized: bool) -
     assert np.abs(policy_weights(lost, np.append(error_I, -1.9), 1.0, is_normalized, Spread())).min() > 0
 
 
-def test_unusually_uniform_batch_is_not_scaled_up() -> None:
+def test_unusually_uniform_batch_is_not_scaled_up():
     spread = Spread()
     usual = [step(reward, trajectory) for trajectory, reward in enumerate([1.0, -1.0] * 8)]
     for _ in range(20):
@@ -160,7 +158,7 @@ def test_unusually_uniform_batch_is_not_scaled_up() -> None:
     assert np.abs(policy_weights(calm, advantage_I, 1.0, True, spread)).max() == pytest.approx(0.005)
 
 
-def test_value_metrics_match_their_definitions() -> None:
+def test_value_metrics_match_their_definitions():
     metrics = value_metrics(np.array([0.5, -0.5, 1.0, 2.0]), np.array([1.0, 1.0, 0.0, 3.0]))
     assert metrics["value_mae"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
     assert (metrics["value_dir_acc"], metrics["value_dir_n"]) == (pytest.approx(2 / 3), 3)
@@ -173,7 +171,7 @@ def test_value_metrics_match_their_definitions() -> None:
     assert all(math.isfinite(value) for value in nothing.values())
 
 
-def test_zero_share_counts_zeros_up_to_rounding() -> None:
+def test_zero_share_counts_zeros_up_to_rounding():
     assert zero_share([0.0, 1e-9, -1.0, 0.5]) == 0.5
     assert zero_share(np.zeros(3)) == 1
     assert zero_share([]) == 0

@@ -26,7 +26,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
-def test_answers_after_a_shared_prompt_are_computed_as_whole_sequences(name: str, max_tokens: int) -> None:
+def test_answers_after_a_shared_prompt_are_computed_as_whole_sequences(name, max_tokens):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     decoder, rng = model.get_decoder(), np.random.default_rng(0)

@@ -29,7 +29,7 @@ def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
     )
 
 
-def test_only_completion_tokens_are_trained_from_the_position_before() -> None:
+def test_only_completion_tokens_are_trained_from_the_position_before():
     batch = pad([item(3, 2, first_id=10), item(1, 1, first_id=50)])
     assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
     assert batch.target_U.tolist() == [13, 14, 51]
@@ -40,7 +40,7 @@ def test_only_completion_tokens_are_trained_from_the_position_before() -> None:
     assert batch.num_padding == 3
 
 
-def test_forced_ids_are_read_in_their_place_and_never_trained() -> None:
+def test_forced_ids_are_read_in_their_place_and_never_trained():
     forced = [Forced(at=at, ids=np.array([90, 91], np.int32)) for at in (1, 0, 2)]
     rows = [replace(item(2, 2, first_id=10), forced=one) for one in forced]
     batch = pad([*rows, item(2, 2, first_id=50)])
@@ -58,24 +58,24 @@ def test_forced_ids_are_read_in_their_place_and_never_trained() -> None:
 
 
 @pytest.mark.parametrize("at", [-1, 3])
-def test_forced_ids_outside_the_completion_are_refused(at: int) -> None:
+def test_forced_ids_outside_the_completion_are_refused(at):
     with pytest.raises(RequestError, match=f"item 0: forced ids at {at} of 2 completion tokens"):
         check([replace(item(2, 2), forced=Forced(at=at, ids=np.array([1], np.int32)))], vocab_size=100)
 
 
-def test_forced_ids_outside_the_vocabulary_are_refused() -> None:
+def test_forced_ids_outside_the_vocabulary_are_refused():
     with pytest.raises(RequestError, match="token id 100 is outside"):
         check([replace(item(2, 2), forced=Forced(at=1, ids=np.array([100], np.int32)))], vocab_size=100)
 
 
-def test_overlong_steps_are_dropped_whole_and_counted() -> None:
+def test_overlong_steps_are_dropped_whole_and_counted():
     items = [item(3, 2), item(4, 2), item(5, 1), item(9, 1), item(2, 0), item(2, 1)]
     fitted = fit(items, max_train_len=5)
     assert fitted.items == [items[0], items[5]]
     assert (fitted.kept, fitted.num_dropped) == ([0, 5], 4)
 
 
-def test_nothing_is_dropped_without_a_limit() -> None:
+def test_nothing_is_dropped_without_a_limit():
     items = [item(300, 200)]
     assert fit(items, None).items == items
 
@@ -85,9 +85,7 @@ def test_nothing_is_dropped_without_a_limit() -> None:
     max_tokens=st.integers(1, 200),
     max_rows=st.none() | st.integers(1, 5),
 )
-def test_micro_batches_hold_every_item_once_within_their_limits(
-    lengths: list[tuple[int, int]], max_tokens: int, max_rows: int | None
-) -> None:
+def test_micro_batches_hold_every_item_once_within_their_limits(lengths, max_tokens, max_rows):
     items = [item(p, c, first_id=100 * i) for i, (p, c) in enumerate(lengths)]
     batches = make_micro_batches(items, max_tokens, max_rows)
     for batch in batches:
@@ -99,12 +97,12 @@ def test_micro_batches_hold_every_item_once_within_their_limits(
     assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
 
 
-def test_items_of_equal_length_are_not_padded() -> None:
+def test_items_of_equal_length_are_not_padded():
     items = [item(5, 3), item(2, 2), item(5, 3, first_id=2), item(2, 2, first_id=2)]
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
 
 
-def test_items_of_the_same_tokens_share_a_row() -> None:
+def test_items_of_the_same_tokens_share_a_row():
     forced = replace(item(3, 2), forced=Forced(at=1, ids=np.array([90], np.int32)))
     later = replace(forced, forced=Forced(at=2, ids=np.array([90], np.int32)))
     items = [item(3, 2), forced, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
@@ -127,7 +125,7 @@ def test_items_of_the_same_tokens_share_a_row() -> None:
     assert (batch.num_tokens, batch.num_padding) == (27, 2)
 
 
-def test_items_share_no_row_if_dropout_differs_from_item_to_item() -> None:
+def test_items_share_no_row_if_dropout_differs_from_item_to_item():
     (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
     assert len(batch.tokens_BT) == 2
 
@@ -135,7 +133,7 @@ def test_items_share_no_row_if_dropout_differs_from_item_to_item() -> None:
 @pytest.mark.parametrize(
     ("num_items", "median_completion"), [(32, 200), (384, 8), (384, 200), (384, 1000)], ids=lambda n: f"{n}"
 )
-def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items: int, median_completion: int) -> None:
+def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items, median_completion):
     """Prompts grow by the turn; answers vary as sampled ones do, most of them short and a few very long."""
     rng = np.random.default_rng(0)
     prompts = 150 + 40 * rng.integers(0, 12, num_items)
@@ -154,9 +152,7 @@ def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items: int, media
     max_rows=st.none() | st.integers(1, 4),
     device=st.sampled_from(["cpu", "cuda"]),
 )
-def test_micro_batch_cut_has_minimal_cost(
-    lengths: list[int], max_tokens: int, max_rows: int | None, device: str
-) -> None:
+def test_micro_batch_cut_has_minimal_cost(lengths, max_tokens, max_rows, device):
     """Compare with every way to cut the sorted rows."""
 
     def cost(groups: list[list[int]]) -> int:
@@ -185,6 +181,6 @@ def test_micro_batch_cut_has_minimal_cost(
         (item(0, 2), "empty prompt"),
     ],
 )
-def test_items_that_no_engine_can_have_sampled_are_refused(broken: TrainItem, message: str) -> None:
+def test_items_that_no_engine_can_have_sampled_are_refused(broken, message):
     with pytest.raises(RequestError, match=message):
         check([item(3, 2), broken], vocab_size=100)

@@ -30,9 +30,7 @@ class Empty:
         ("Missing", "learner.options={}", "has no 'Missing'"),
     ],
 )
-def test_custom_algorithm_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str, options: str, said: str
-) -> None:
+def test_custom_algorithm_is_checked(tmp_path, monkeypatch, learner, options, said):
     name = f"algorithm_{uuid.uuid4().hex}"  # another module for each case, because Python keeps the first
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,7 +11,7 @@ from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
 
@@ -49,7 +49,7 @@ def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTraj
     )
 
 
-async def test_episodes_reach_the_learner_whole_in_turn_order() -> None:
+async def test_episodes_reach_the_learner_whole_in_turn_order():
     buffer = EpisodeBuffer(100)
     for game_idx in range(1, 6):
         buffer.add_player_trajectory(trajectory(game_idx, game_idx, float(game_idx)))
@@ -67,7 +67,7 @@ async def test_episodes_reach_the_learner_whole_in_turn_order() -> None:
     assert turns == [turn for played in games.values() for turn in range(len(played))]
 
 
-async def test_single_steps_are_separate_trajectories() -> None:
+async def test_single_steps_are_separate_trajectories():
     buffer = StepBuffer(100)
     buffer.add_player_trajectory(trajectory(1, 4, 1.0))
     items = train_items(await buffer.get_batch(4, 1))
@@ -78,11 +78,11 @@ async def test_single_steps_are_separate_trajectories() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "kind"), [("reinforce", StepBuffer), ("a2c", EpisodeBuffer), ("ppo", EpisodeBuffer)]
 )
-def test_each_algorithm_gets_its_kind_of_buffer(algorithm: str, kind: type) -> None:
+def test_each_algorithm_gets_its_kind_of_buffer(algorithm, kind):
     assert type(make_buffer(plan_of(algorithm))) is kind
 
 
-def test_buffer_of_the_wrong_kind_is_refused() -> None:
+def test_buffer_of_the_wrong_kind_is_refused():
     for algorithm, buffer in (("a2c", StepBuffer(10)), ("reinforce", EpisodeBuffer(10))):
         with pytest.raises(ConfigError, match=f"{algorithm} .*{type(buffer).__name__}"):
             Run(make_plan(plan_of(algorithm)), buffer=buffer)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +14,11 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.errors import ModelError
 from unstable_lite.learner import losses
 from unstable_lite.learner.batching import pad
-from unstable_lite.types import TrainItem
-
-MakeLearner = Callable[..., Any]
-MakeItems = Callable[..., list[TrainItem]]
 
 
-def test_value_is_the_head_on_the_last_prompt_token(make_learner: MakeLearner, make_items: MakeItems) -> None:
-    learner = make_learner("a2c", learner={"infer_mini_batch_size": 3, "max_tokens_per_micro_batch": 40})
+def test_value_is_the_head_on_the_last_prompt_token(make_learner, make_items, monkeypatch):
+    monkeypatch.setattr("unstable_lite.learner.critic.ROWS_WITHOUT_GRADIENT", 3)
+    learner = make_learner("a2c", learner={"max_tokens_per_micro_batch": 40})
     double(learner)
     items = make_items(9)
     expected = [value(learner, item).item() for item in items]
@@ -33,9 +27,7 @@ def test_value_is_the_head_on_the_last_prompt_token(make_learner: MakeLearner, m
     assert np.std(expected) > 0.01
 
 
-def test_value_depends_on_the_whole_prompt_and_not_on_the_answer(
-    make_learner: MakeLearner, make_items: MakeItems
-) -> None:
+def test_value_depends_on_the_whole_prompt_and_not_on_the_answer(make_learner, make_items):
     critic = make_learner("a2c").training.critic
     (item,) = make_items(1)
     other_answer = replace(item, completion_ids=np.array([9, 9, 9], np.int32), logprobs=np.zeros(3, np.float32))
@@ -47,15 +39,13 @@ def test_value_depends_on_the_whole_prompt_and_not_on_the_answer(
         assert abs(difference[0]) > 1e-5, position
 
 
-def test_fresh_critic_estimates_zero(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_fresh_critic_estimates_zero(make_learner, make_items):
     assert not make_learner("a2c", has_signal=False).training.critic.estimate(make_items(3)).any()
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"mini_batch_size": 1}, {"max_tokens_per_micro_batch": 40}])
-def test_critic_gradient_is_that_of_half_the_mean_squared_error(
-    make_learner: MakeLearner, make_items: MakeItems, settings: dict[str, Any], checkpointing: bool
-) -> None:
+def test_critic_gradient_is_that_of_half_the_mean_squared_error(make_learner, make_items, settings, checkpointing):
     flags = {"activation_checkpointing": checkpointing}
     learner = make_learner("a2c", learner=settings | flags)
     double(learner)
@@ -70,9 +60,7 @@ def test_critic_gradient_is_that_of_half_the_mean_squared_error(
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_policy_is_unchanged_by_a_critic_pass(
-    make_learner: MakeLearner, make_items: MakeItems, checkpointing: bool
-) -> None:
+def test_policy_is_unchanged_by_a_critic_pass(make_learner, make_items, checkpointing):
     flags = {"activation_checkpointing": checkpointing}
     learner, alone = make_learner("a2c", learner=flags), make_learner("reinforce", learner=flags)
     items = make_items(5)
@@ -89,9 +77,7 @@ def test_policy_is_unchanged_by_a_critic_pass(
     assert is_equal(grads_of(learner.policy.parameters), grads_of(alone.policy.parameters))
 
 
-def test_critic_and_base_may_run_between_policy_forward_and_backward(
-    make_learner: MakeLearner, make_items: MakeItems
-) -> None:
+def test_critic_and_base_may_run_between_policy_forward_and_backward(make_learner, make_items):
     """Checkpointed layers run again in the backward pass, which needs the policy's adapter to be active again."""
     results = []
     for asks in (False, True):
@@ -101,13 +87,13 @@ def test_critic_and_base_may_run_between_policy_forward_and_backward(
         logp_N, _ = learner.policy.logprobs(batch)
         if asks:
             learner.training.critic.estimate([item])
-            learner.policy.base_logprobs(batch)
+            learner.policy.reference_logprobs(batch)
         losses.policy_gradient_loss(logp_N, torch.ones(()), batch.advantage_N, 1.0).backward()
         results.append(grads_of(learner.policy.parameters))
     assert is_equal(*results)
 
 
-def test_critic_shares_the_base_and_trains_in_float32(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_critic_shares_the_base_and_trains_in_float32(make_learner, make_items):
     alone = make_learner("reinforce", learner={"dtype": "bfloat16"}).policy
     learner = make_learner("a2c", learner={"dtype": "bfloat16"})
     lora = sum(parameter.numel() for parameter in learner.policy.parameters.values())
@@ -121,9 +107,7 @@ def test_critic_shares_the_base_and_trains_in_float32(make_learner: MakeLearner,
     assert all(torch.equal(p, before[n]) for n, p in learner.policy.model.named_parameters() if n in before)
 
 
-def test_written_adapter_contains_nothing_of_the_critic(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
-) -> None:
+def test_written_adapter_contains_nothing_of_the_critic(make_learner, make_items, tmp_path):
     learner, alone = make_learner("a2c"), make_learner("reinforce")
     learner.update(make_items(4, turns=2), 1)
     peft_files.write_adapter(tmp_path / "v1", *learner.policy.adapter_state())
@@ -134,7 +118,7 @@ def test_written_adapter_contains_nothing_of_the_critic(
         assert torch.equal(written[name.replace(".default", "")], parameter)
 
 
-def test_saved_critic_can_start_another_run(make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path) -> None:
+def test_saved_critic_can_start_another_run(make_learner, make_items, tmp_path):
     first, items = make_learner("a2c"), make_items(4, turns=2)
     first.update(items, 1)
     first.training.save(tmp_path)
@@ -147,9 +131,7 @@ def test_saved_critic_can_start_another_run(make_learner: MakeLearner, make_item
     assert not any(torch.equal(ours[name], theirs[name]) for name in first.policy.parameters)
 
 
-def test_state_of_another_algorithm_is_refused(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
-) -> None:
+def test_state_of_another_algorithm_is_refused(make_learner, make_items, tmp_path):
     with_critic = make_learner("a2c")
     with_critic.update(make_items(4, turns=2), 1)
     with_critic.training.save(tmp_path)
@@ -157,7 +139,7 @@ def test_state_of_another_algorithm_is_refused(
         make_learner("reinforce").training.load(tmp_path)
 
 
-def test_missing_or_foreign_critic_is_refused(make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path) -> None:
+def test_missing_or_foreign_critic_is_refused(make_learner, make_items, tmp_path):
     learner = make_learner("a2c")
     learner.training.save(tmp_path)
     head = tmp_path / "critic/value_head.safetensors"

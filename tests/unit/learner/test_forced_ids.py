@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 from fakes.learner_fixtures import VOCAB
 from fakes.unrolled import (
     MAX_GENERATION_LEN,
-    clipped_loss,
     double,
     gradient,
     grads_of,
@@ -21,11 +18,8 @@ from fakes.unrolled import (
     logprobs,
     policy_loss,
 )
-from unstable_lite.learner.old_policy import proximal_policy
+from unstable_lite.learner.algorithms.ppo import proximal_policy
 from unstable_lite.types import Forced, TrainItem
-
-MakeLearner = Callable[..., Any]
-MakeItems = Callable[..., list[TrainItem]]
 
 
 def with_forced(items: list[TrainItem]) -> list[TrainItem]:
@@ -53,7 +47,7 @@ def parts(item: TrainItem) -> list[TrainItem]:
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "grpo"])
-def test_gradient_is_that_of_two_steps(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
+def test_gradient_is_that_of_two_steps(make_learner, make_items, algorithm):
     learner = make_learner(algorithm, learner={"max_tokens_per_micro_batch": 60})
     double(learner)
     items = with_forced(make_items(7))
@@ -65,17 +59,17 @@ def test_gradient_is_that_of_two_steps(make_learner: MakeLearner, make_items: Ma
         learner.add_gradient(items, proximal_policy(learner.policy, items, learner.training.config))
         with torch.no_grad():
             old = [logprobs(learner, step) for step in steps]
-        expected = clipped_loss(learner, steps, advantages, old, clip_range=0.2, length=length)
+        expected = policy_loss(learner, steps, advantages, old, length)
     else:
         learner.add_gradient(items)
-        expected = policy_loss(learner, steps, advantages, length)
+        expected = policy_loss(learner, steps, advantages, length=length)
     ours = grads_of(learner.policy.parameters)
     theirs = gradient(expected, learner.policy.parameters)
     assert max(g.abs().max().item() for g in theirs.values()) > 1e-2
     assert largest_difference(ours, theirs) < 1e-7
 
 
-def test_scores_are_those_of_two_steps(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_scores_are_those_of_two_steps(make_learner, make_items):
     learner = make_learner()
     items = with_forced(make_items(7))
     scores = learner.policy.score(items)
@@ -86,7 +80,7 @@ def test_scores_are_those_of_two_steps(make_learner: MakeLearner, make_items: Ma
             np.testing.assert_allclose(getattr(score, name), theirs, atol=1e-4)
 
 
-def test_critic_sees_one_turn(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_critic_sees_one_turn(make_learner, make_items):
     """The critic reads prompts only, so forced ids change neither values nor the number of turns."""
     learner, twin = make_learner("a2c"), make_learner("a2c")
     items = make_items(6, turns=2)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fakes.unrolled import snapshot
 from unstable_lite.adapters import peft_files
 from unstable_lite.learner import worker
-from unstable_lite.learner.frozen_adapters import read_parameters
+from unstable_lite.learner.other_adapters import read_parameters
 from unstable_lite.transport.messages import Failed, Score, Scored
 
 
@@ -45,8 +45,8 @@ def by_peft(directory: Path, model_path: Path, item: Any, temperature: float) ->
     [(4, 8, ["q_proj", "down_proj"]), (2, 9, ["q_proj", "v_proj", "up_proj"]), (1, 1, ["o_proj"])],
 )
 def test_scores_equal_those_of_peft_at_any_lower_rank_and_scale(
-    make_learner: Any, make_items: Any, model_path: Path, tmp_path: Path, rank: int, alpha: float, modules: list[str]
-) -> None:
+    make_learner, make_items, model_path, tmp_path, rank, alpha, modules
+):
     frozen = write_frozen(tmp_path / "frozen", model_path, rank, alpha, modules)
     learner, items = make_learner(), tuple(make_items())
     before, own = snapshot(learner), learner.policy.score(items)
@@ -70,14 +70,8 @@ def test_scores_equal_those_of_peft_at_any_lower_rank_and_scale(
     ],
 )
 def test_failed_score_leaves_the_learner_as_it_was(
-    make_learner: Any,
-    make_items: Any,
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failures: int,
-    error: RuntimeError,
-) -> None:
+    make_learner, make_items, model_path, tmp_path, monkeypatch, failures, error
+):
     frozen = write_frozen(tmp_path / "frozen", model_path, 4, 8, ["q_proj", "down_proj"])
     learner, items = make_learner(), tuple(make_items())
     message = Score(request_id=1, items=items, adapter=str(frozen))
@@ -108,7 +102,7 @@ def test_failed_score_leaves_the_learner_as_it_was(
     assert policy.max_tokens_per_micro_batch == limit
 
 
-def test_scores_of_an_own_adapter_are_equal_to_the_last_bit(make_learner: Any, make_items: Any, tmp_path: Path) -> None:
+def test_scores_of_an_own_adapter_are_equal_to_the_last_bit(make_learner, make_items, tmp_path):
     learner, items = make_learner(), make_items()
     peft_files.write_adapter(tmp_path / "own", *learner.policy.adapter_state())
     parameters = read_parameters(tmp_path / "own", learner.policy)
@@ -116,7 +110,7 @@ def test_scores_of_an_own_adapter_are_equal_to_the_last_bit(make_learner: Any, m
     assert all(np.array_equal(a.adapter, b.adapter) for a, b in pairs)
 
 
-def test_all_zero_adapter_scores_like_the_base(make_learner: Any, make_items: Any, tmp_path: Path) -> None:
+def test_all_zero_adapter_scores_like_the_base(make_learner, make_items, tmp_path):
     learner, items = make_learner(), make_items()
     fresh = make_learner(has_signal=False).policy
     peft_files.write_adapter(tmp_path / "zero", *fresh.adapter_state())
@@ -133,15 +127,8 @@ def test_all_zero_adapter_scores_like_the_base(make_learner: Any, make_items: An
     ],
 )
 def test_unfit_adapter_is_a_failed_request(
-    make_learner: Any,
-    make_items: Any,
-    model_path: Path,
-    tmp_path: Path,
-    rank: int,
-    modules: list[str],
-    is_narrow: bool,
-    says: str,
-) -> None:
+    make_learner, make_items, model_path, tmp_path, rank, modules, is_narrow, says
+):
     learner = make_learner(lora={"target_modules": ["q_proj"]})
     path = write_frozen(tmp_path / "frozen", model_path, rank, 8, modules)
     if is_narrow:

@@ -18,20 +18,20 @@ from unstable_lite.learner.losses import (
 )
 
 
-def test_importance_weights_are_capped_ratios_without_gradient() -> None:
+def test_importance_weights_are_capped_ratios_without_gradient():
     logp_N = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
     weight_N = importance_weights(logp_N, torch.tensor([-1.0, -9.0, -2.0]), cap=2.0)
     assert weight_N.tolist() == pytest.approx([1.0, 2.0, 0.36787944])
     assert not weight_N.requires_grad
 
 
-def test_zero_behaviour_probability_is_capped_and_nan_propagates() -> None:
+def test_zero_behaviour_probability_is_capped_and_nan_propagates():
     weight_N = importance_weights(torch.zeros(2), torch.tensor([-torch.inf, torch.nan]), cap=2.0)
     assert weight_N[0] == 2.0
     assert weight_N[1].isnan()
 
 
-def test_token_gradient_is_weight_times_advantage_over_divisor() -> None:
+def test_token_gradient_is_weight_times_advantage_over_divisor():
     logp_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss = policy_gradient_loss(logp_N, torch.tensor([0.5, 2.0]), torch.tensor([3.0, -1.0]), divisor=10)
     (gradient_N,) = torch.autograd.grad(loss, logp_N)
@@ -39,7 +39,7 @@ def test_token_gradient_is_weight_times_advantage_over_divisor() -> None:
     assert loss.item() == pytest.approx(-(0.5 * 3 * -1 + 2 * -1 * -2) / 10)
 
 
-def test_factor_with_a_column_too_many_is_refused_and_not_broadcast() -> None:
+def test_factor_with_a_column_too_many_is_refused_and_not_broadcast():
     logp_N, column = torch.tensor([-1.0, -2.0]), torch.ones(2, 1)
     with pytest.raises(ValueError, match=r"advantage_N has shape \(2, 1\), needs one number a token: \(2,\)"):
         policy_gradient_loss(logp_N, torch.ones(2), column, divisor=1)
@@ -50,7 +50,7 @@ def test_factor_with_a_column_too_many_is_refused_and_not_broadcast() -> None:
     assert policy_gradient_loss(logp_N, torch.ones(()), torch.tensor(2.0), divisor=1) == 6
 
 
-def test_metrics_match_their_definitions() -> None:
+def test_metrics_match_their_definitions():
     logp_N, behaviour_N = torch.tensor([0.0, -1.0, -2.0, -5.0]), torch.tensor([-3.0, -1.5, -2.0, -5.0])
     metrics = importance_metrics(logp_N, behaviour_N, cap=2.0)
     assert metrics["importance_weight_clipped"] == 0.25
@@ -60,7 +60,7 @@ def test_metrics_match_their_definitions() -> None:
     assert mismatch_metrics(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
 
 
-def test_kl_penalty_over_all_tokens_equals_the_kl_and_its_gradient() -> None:
+def test_kl_penalty_over_all_tokens_equals_the_kl_and_its_gradient():
     """Weight each token by its probability, so that the sum over the vocabulary is the expectation."""
     torch.manual_seed(0)
     logits_V, base_V = torch.randn(20, dtype=torch.float64, requires_grad=True), torch.randn(20, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_kl_penalty_over_all_tokens_equals_the_kl_and_its_gradient() -> None:
     assert (kl_estimates(logp_V, base_logp_V) >= 0).all()
 
 
-def test_k1_estimates_the_policy_kl_under_any_sampler() -> None:
+def test_k1_estimates_the_policy_kl_under_any_sampler():
     torch.manual_seed(0)
     logp_V, reference_logp_V = torch.randn(2, 20, dtype=torch.float64).log_softmax(-1)
     uniform_V = torch.full_like(logp_V, -math.log(20))
@@ -100,7 +100,7 @@ def test_k1_estimates_the_policy_kl_under_any_sampler() -> None:
         (1.5, -2.0, -3.0, -3.0),
     ],
 )
-def test_clipped_loss_bounds_gains_and_not_losses(ratio: float, advantage: float, gain: float, slope: float) -> None:
+def test_clipped_loss_bounds_gains_and_not_losses(ratio, advantage, gain, slope):
     old_logp_N = torch.tensor([-2.0], dtype=torch.float64)
     logp_N = (old_logp_N + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
     weight_N, advantage_N = torch.tensor([0.5]), torch.tensor([advantage])
@@ -110,7 +110,7 @@ def test_clipped_loss_bounds_gains_and_not_losses(ratio: float, advantage: float
     assert gradient_N.item() == pytest.approx(-0.5 * slope / 10)
 
 
-def test_clipping_metrics_measure_the_move_of_the_policy() -> None:
+def test_clipping_metrics_measure_the_move_of_the_policy():
     old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     metrics = clipping_metrics(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
     assert metrics["clip_fraction"] == 0.5

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,21 +16,18 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
+from fakes.random_models import make_adapter, make_multimodal
 from unstable_lite.adapters import peft_files
-from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
-from unstable_lite.learner import batching
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.base_model import choose_dtype
 from unstable_lite.learner.model import Policy
+from unstable_lite.learner.other_adapters import read_parameters
 from unstable_lite.types import TrainItem
-
-MakeConfig = Callable[..., Config]
-MakeLearner = Callable[..., REINFORCELearner]
-MakeItems = Callable[..., list[TrainItem]]
 
 PROMPT = np.array([5, 17, 3, 250], np.int32)
 COMPLETION = np.array([7, 7, 299], np.int32)
@@ -54,7 +49,7 @@ def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: float) -> None:
+def test_temperature_divides_the_logits(make_learner, temperature):
     policy = make_learner(engine={"temperature": temperature}).policy
     (scored,) = policy.score([ITEM])
     assert scored.adapter.dtype == scored.base.dtype == np.float32
@@ -64,7 +59,7 @@ def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: 
     assert np.abs(scored.adapter - scored.base).max() > 0.01
 
 
-def test_shared_rows_have_the_gradient_of_separate_ones(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_shared_rows_have_the_gradient_of_separate_ones(make_learner, make_items):
     learner = make_learner(learner={"entropy_coefficient": 0.1})
     items = make_items(4)
     items += [replace(item, reward=-2.0 * item.reward) for item in items]
@@ -82,17 +77,10 @@ def test_shared_rows_have_the_gradient_of_separate_ones(make_learner: MakeLearne
         assert torch.allclose(of_shared, of_separate, rtol=1e-4, atol=1e-4)
 
 
-def test_items_with_dropout_share_no_row(make_learner: MakeLearner) -> None:
-    policy = make_learner(lora={"lora_dropout": 0.1}).policy
-    (batch,) = policy.micro_batches([ITEM, ITEM])
-    assert len(batch.tokens_BT) == 2
-
-
 @pytest.mark.parametrize("chunk_tokens", [2, 4096])
-def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner: MakeLearner, chunk_tokens: int) -> None:
-    learner = make_learner(
-        engine={"temperature": 0.7}, learner={"entropy_coefficient": 0.1, "logits_chunk_tokens": chunk_tokens}
-    )
+def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner, chunk_tokens, monkeypatch):
+    monkeypatch.setitem(LOGITS_CHUNK_TOKENS, False, chunk_tokens)
+    learner = make_learner(engine={"temperature": 0.7}, learner={"entropy_coefficient": 0.1})
     policy = learner.policy
     (batch,) = policy.micro_batches([ITEM])
     parameters = list(policy.parameters.values())
@@ -100,10 +88,7 @@ def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner: MakeLe
     tokens = torch.tensor([*PROMPT, *COMPLETION])[None].long()
     logits_NV = policy.model(input_ids=tokens).logits[0, len(PROMPT) - 1 : -1].double() / 0.7
     expected_NV = logits_NV.log_softmax(-1)
-    pairs = [
-        (logp_N, expected_NV[range(3), COMPLETION]),
-        (entropy_N, -(expected_NV.exp() * expected_NV).sum(-1)),
-    ]
+    pairs = [(logp_N, expected_NV[range(3), COMPLETION]), (entropy_N, -(expected_NV.exp() * expected_NV).sum(-1))]
     weight_N = torch.tensor([1.0, -2.0, 0.5])
     for ours_N, theirs_N in pairs:
         assert torch.allclose(ours_N.double(), theirs_N, atol=1e-4)
@@ -115,12 +100,12 @@ def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner: MakeLe
             assert torch.allclose(our_gradient, their_gradient, atol=1e-4 * largest)
 
 
-def test_token_outside_the_vocabulary_is_refused(make_learner: MakeLearner) -> None:
+def test_token_outside_the_vocabulary_is_refused(make_learner):
     with pytest.raises(RequestError, match="token id 300"):
         make_learner().policy.score([replace(ITEM, completion_ids=np.array([1, 300, 1], np.int32))])
 
 
-def test_batched_scoring_equals_scoring_each_item_alone(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_batched_scoring_equals_scoring_each_item_alone(make_learner, make_items):
     policy = make_learner(learner={"max_tokens_per_micro_batch": 60}).policy
     items = make_items(9)
     passes: list[int] = []
@@ -161,7 +146,7 @@ RANDOM_IN_TRAINING = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+def test_heads_of_other_architectures_are_reproduced(make_config, tmp_path, name):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path)
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
@@ -171,7 +156,7 @@ def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tm
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any:RuntimeWarning")
-def test_fused_experts_are_refused_before_training(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_fused_experts_are_refused_before_training(make_config, tmp_path):
     """The model's first layer is dense, so that it has modules of the requested names."""
     config = transformers.Glm4MoeConfig(
         **SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
@@ -184,7 +169,7 @@ def test_fused_experts_are_refused_before_training(make_config: MakeConfig, tmp_
     Policy(given.model_copy(update={"lora": attention_alone}), "cpu").score([ITEM])
 
 
-def test_sequence_past_the_short_longrope_factors_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_sequence_past_the_short_longrope_factors_is_refused(make_config, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 3 * index for index in range(8)]}
     config = transformers.LlamaConfig(**SMALL, rope_parameters=rope | factors)
@@ -197,7 +182,7 @@ def test_sequence_past_the_short_longrope_factors_is_refused(make_config: MakeCo
         policy.score([ITEM, long])
 
 
-def test_unknown_head_is_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_head_is_refused(make_config, monkeypatch):
     original = modeling_qwen3.Qwen3ForCausalLM.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +196,7 @@ def test_unknown_head_is_refused(make_config: MakeConfig, monkeypatch: pytest.Mo
             Policy(make_config(learner={"dtype": dtype}), "cpu")
 
 
-def test_base_dropout_is_off_during_training(make_config: MakeConfig, model_path: Path, tmp_path: Path) -> None:
+def test_base_dropout_is_off_during_training(make_config, model_path, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, attention_dropout=0.5)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.5
@@ -222,9 +207,7 @@ def test_base_dropout_is_off_during_training(make_config: MakeConfig, model_path
 
 
 @pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
-def test_base_that_is_random_in_training_mode_matches_its_sampling(
-    make_config: MakeConfig, make_items: MakeItems, tmp_path: Path, name: str
-) -> None:
+def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, make_items, tmp_path, name):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]).save_pretrained(tmp_path)
     config = make_config(lora={"target_modules": ["q_proj", "v_proj"]})
@@ -237,27 +220,25 @@ def test_base_that_is_random_in_training_mode_matches_its_sampling(
     assert len(passes) == 2, "one forward pass and one recomputation by checkpointing"
 
 
-def test_adapter_dropout_is_active_only_in_training(make_learner: MakeLearner) -> None:
+def test_adapter_dropout_is_active_only_in_training_and_differs_by_item(make_learner):
     policy = make_learner(lora={"lora_dropout": 0.5}).policy
     tokens = torch.arange(20)[None]
     for _ in range(2):
         assert not torch.equal(policy._hidden(tokens), policy._hidden(tokens))
         with policy.evaluating():
             assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+    (batch,) = policy.micro_batches([ITEM, ITEM])
+    assert len(batch.tokens_BT) == 2, "equal items share no row"
 
 
-def test_unknown_layers_are_in_training_mode_as_a_whole(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_layers_are_in_training_mode_as_a_whole(make_config, monkeypatch):
     monkeypatch.setattr(learners_model, "GradientCheckpointingLayer", type("NotALayer", (torch.nn.Module,), {}))
     policy = Policy(make_config(), "cpu")
     assert all(module.training for module in policy.model.modules())
 
 
 @pytest.mark.parametrize(("is_on", "forwards"), [(True, 2), (False, 1)])
-def test_checkpointing_recomputes_activations(
-    make_learner: MakeLearner, make_items: Callable[..., Any], is_on: bool, forwards: int
-) -> None:
+def test_checkpointing_recomputes_activations(make_learner, make_items, is_on, forwards):
     learner = make_learner(learner={"activation_checkpointing": is_on})
     calls = []
     learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -265,7 +246,7 @@ def test_checkpointing_recomputes_activations(
     assert len(calls) == forwards
 
 
-def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner, make_items):
     recomputed, kept = (make_learner(learner={"activation_checkpointing": is_on}) for is_on in (True, False))
     for learner in (recomputed, kept):
         assert learner.update(make_items(6), 1).skipped is None
@@ -273,7 +254,7 @@ def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner: Make
         assert torch.equal(parameter, recomputed.training.parameters[name]), name
 
 
-def test_dtype_on_a_gpu_without_bfloat16_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_on_a_gpu_without_bfloat16_is_float32(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert choose_dtype("auto", gpu) == choose_dtype("bfloat16", gpu) == torch.bfloat16
@@ -284,26 +265,27 @@ def test_dtype_on_a_gpu_without_bfloat16_is_float32(monkeypatch: pytest.MonkeyPa
     assert stock_model.choose_dtype("auto", gpu, width=2048) == torch.float16
 
 
-def test_target_that_matches_no_module_is_named(make_config: MakeConfig) -> None:
-    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.*'query'.*q_proj"):
-        Policy(make_config(lora={"target_modules": ["q_proj", "query"]}), "cpu")
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
-def test_head_or_embedding_as_lora_target_is_refused(make_config: MakeConfig, target: str) -> None:
-    with pytest.raises(ConfigError, match=rf"lora.target_modules: '{target}'"):
+@pytest.mark.parametrize(
+    ("target", "error", "says"),
+    [
+        ("query", ModelError, r"Qwen3ForCausalLM.*'query'.*q_proj"),
+        *((name, ConfigError, f"'{name}'") for name in ("lm_head", "embed_tokens", "model.embed_tokens")),
+    ],
+)
+def test_impossible_lora_target_is_named(make_config, target, error, says):
+    with pytest.raises(error, match=rf"lora.target_modules: .*{says}"):
         Policy(make_config(lora={"target_modules": ["q_proj", target]}), "cpu")
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"model_type": "resnet"}'])
-def test_invalid_model_directory_is_named(make_config: MakeConfig, tmp_path: Path, content: str | None) -> None:
+def test_invalid_model_directory_is_named(make_config, tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):
         Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
 
 
-def test_seed_determines_the_fresh_adapter(make_config: MakeConfig) -> None:
+def test_seed_determines_the_fresh_adapter(make_config):
     config = make_config()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
     first, again, different = (
@@ -313,9 +295,7 @@ def test_seed_determines_the_fresh_adapter(make_config: MakeConfig) -> None:
     assert not torch.equal(first, different)
 
 
-def test_written_adapter_loads_in_peft_with_equal_logits(
-    make_learner: MakeLearner, model_path: Path, tmp_path: Path
-) -> None:
+def test_written_adapter_loads_in_peft_with_equal_logits(make_learner, model_path, tmp_path):
     policy = make_learner().policy
     peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     assert {path.name for path in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -326,57 +306,42 @@ def test_written_adapter_loads_in_peft_with_equal_logits(
         assert torch.equal(loaded.eval()(input_ids=tokens).logits, policy.model.eval()(input_ids=tokens).logits)
 
 
-def test_written_adapter_has_the_fields_that_vllm_needs(
-    make_learner: MakeLearner, model_path: Path, tmp_path: Path
-) -> None:
+def test_written_adapter_has_the_fields_that_vllm_needs(make_learner, model_path, tmp_path):
     peft_files.write_adapter(tmp_path / "v1", *make_learner(learner={"dtype": "bfloat16"}).policy.adapter_state())
     config = json.loads((tmp_path / "v1/adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA"
-    assert config["base_model_name_or_path"] == str(model_path)
+    expected = {"peft_type": "LORA", "base_model_name_or_path": str(model_path), "r": 4, "lora_alpha": 8}
+    expected |= {"bias": "none", "use_dora": False, "modules_to_save": None, "exclude_modules": None}
+    assert {key: config[key] for key in expected} == expected
     assert isinstance(config["target_modules"], list)
-    assert config["modules_to_save"] is None
-    assert (config["r"], config["lora_alpha"], config["bias"], config["use_dora"]) == (4, 8, "none", False)
     tensors = safetensors.torch.load_file(tmp_path / "v1/adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_written_version_is_visible_only_when_complete(
-    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    fsync = os.fsync
-
-    def look_and_sync(descriptor: int) -> None:
-        seen.append(len(list((tmp_path / "v1").glob("*"))))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", look_and_sync)
-    peft_files.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
-    assert set(seen) == {0, 2}
-
-
-def test_writing_an_adapter_is_all_or_nothing(
-    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = make_learner().policy
+def test_writing_an_adapter_is_all_or_nothing(make_learner, tmp_path, monkeypatch):
+    policy, fsync, seen = make_learner().policy, os.fsync, []
 
     def is_full(descriptor: int) -> None:
         assert not (tmp_path / "v1").exists()  # no reader sees a partial version
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def look_and_sync(descriptor: int) -> None:
+        seen.append(len(list((tmp_path / "v1").glob("*"))))
+        fsync(descriptor)
+
     monkeypatch.setattr(os, "fsync", is_full)
     with pytest.raises(NoRoomError, match=r"/v1: No space left on device.* 0\.0 MB"):
         peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
+    monkeypatch.setattr(os, "fsync", look_and_sync)
     peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
+    assert set(seen) == {0, 2}, "a version is visible only when it is complete"
     with pytest.raises(AdapterError, match="once"):
         peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
 
 
-def test_initial_adapter_is_the_starting_point_of_training(make_learner: MakeLearner, tmp_path: Path) -> None:
+def test_initial_adapter_is_the_starting_point_of_training(make_learner, tmp_path):
     first = make_learner(learner={"dtype": "bfloat16"})
     peft_files.write_adapter(tmp_path / "v1", *first.policy.adapter_state())
     config = {"lora_rank": 4, "lora_alpha": 8, "initial_lora_path": str(tmp_path / "v1")}
@@ -386,29 +351,43 @@ def test_initial_adapter_is_the_starting_point_of_training(make_learner: MakeLea
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
+    ("lora", "tensor", "message"),
     [
-        ({"lora_rank": 8}, r"\br\b.* 4.* 8"),
-        ({"lora_alpha": 16}, r"lora_alpha.* 8\.0.* 16"),
-        ({"target_modules": ["q_proj"]}, r"target_modules.*\['down_proj'.*\['q_proj'\]"),
+        ({"lora_rank": 8}, None, r"\br\b.* 4.* 8"),
+        ({"lora_alpha": 16}, None, r"lora_alpha.* 8\.0.* 16"),
+        ({"target_modules": ["q_proj"]}, None, r"target_modules.*\['down_proj'.*\['q_proj'\]"),
+        ({}, torch.zeros(4, 99), r"\(4, 99\).*\(4, 64\)"),
     ],
 )
-def test_initial_adapter_of_another_shape_is_refused(
-    make_learner: MakeLearner, make_config: MakeConfig, tmp_path: Path, lora: dict[str, Any], message: str
-) -> None:
-    peft_files.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
+def test_initial_adapter_of_another_shape_or_base_is_refused(
+    make_learner, make_config, tmp_path, lora, tensor, message
+):
+    tensors, config = make_learner().policy.adapter_state()
+    if tensor is not None:
+        tensors[next(iter(tensors))] = tensor
+    peft_files.write_adapter(tmp_path / "v1", tensors, config)
     with pytest.raises(ModelError, match=message):
         Policy(make_config(lora=lora | {"initial_lora_path": str(tmp_path / "v1")}), "cpu")
-
-
-def test_initial_adapter_of_another_base_is_refused(
-    make_learner: MakeLearner, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    tensors, config = make_learner().policy.adapter_state()
-    name = next(iter(tensors))
-    peft_files.write_adapter(tmp_path / "v1", tensors | {name: torch.zeros(4, 99)}, config)
-    with pytest.raises(ModelError, match=r"\(4, 99\).*\(4, 64\)"):
-        Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")
     (tmp_path / "v1/adapter_model.safetensors").write_bytes(b"cut off")
     with pytest.raises(AdapterError, match="safetensors"):
         Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")
+
+
+def test_only_the_text_decoder_of_a_multimodal_model_is_adapted(make_config, tmp_path):
+    model = make_multimodal(tmp_path / "model")
+    config = make_config(lora={"lora_rank": 8, "lora_alpha": 12}).model_copy(update={"model_name": str(model)})
+    policy = Policy(config, "cpu")
+    critic = policy.add_adapter("critic", LoraConfig(lora_rank=8))
+    assert len(policy.parameters) == len(critic) == 2 * 2 * 7
+    assert [name for name in (*policy.parameters, *critic) if "language_model" not in name] == []
+    older = make_adapter(model, tmp_path / "older", 1)
+    tensors, _, _ = peft_files.read_adapter(older)
+    assert any("vision_tower" in name for name in tensors)
+    policy.load_adapter(older)
+    loaded, _ = policy.adapter_state()
+    assert loaded and all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.items())
+    assert read_parameters(older, policy).keys() == policy.parameters.keys()
+    moments = {f"exp_avg/{name}": torch.zeros(1) for name in (*policy.parameters, *tensors)}
+    assert policy.of_text(moments).keys() <= moments.keys() - {
+        f"exp_avg/{name}" for name in tensors if "vision" in name
+    }

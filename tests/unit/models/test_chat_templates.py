@@ -11,14 +11,7 @@ import transformers
 from fakes.random_models import make_tokenizer
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, ModelError
-from unstable_lite.games.templates import (
-    CHAT_TEMPLATES,
-    MARKUP,
-    Template,
-    chats_in_use,
-    templates_for,
-    without_markup,
-)
+from unstable_lite.games.templates import CHAT_TEMPLATES, MARKUP, Template, chats_in_use, templates_for, without_markup
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
 
@@ -185,6 +178,14 @@ def test_model_without_a_chat_template_is_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match="prompt_template 'chat'"):
         tokenizer.prompts(chats_in_use(config_with("chat")))
     assert tokenizer.prompts(chats_in_use(config_with("default")))["chats"] == {}
+
+
+def test_template_that_moves_the_system_text_to_the_last_message_is_accepted(tmp_path: Path) -> None:
+    """Some templates of Mistral do so, and write nothing when they ask for an answer."""
+    said = "{% if m.role == 'user' %}[INST]{{ (system + '\n\n') if loop.last else '' }}{{ m.content }}[/INST]"
+    moving = "{% set system = messages[0].content %}{% for m in messages[1:] %}" + said + "{% else %}{{ m.content }}"
+    prompt = template_of(tokenizer_with(tmp_path, moving + "<|end|>{% endif %}{% endfor %}"), config_with("chat"))
+    assert prompt.text.startswith("[INST]" + CHAT_TEMPLATES["chat"].system) and prompt.text.endswith("[/INST]")
 
 
 @pytest.mark.parametrize(

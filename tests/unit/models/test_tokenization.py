@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
+from fakes.odd_tokenizers import END, make_odd_tokenizer
 from fakes.random_models import make_model, make_tokenizer
+from unstable_lite.config import Config
+from unstable_lite.games.answers import find_extraction
+from unstable_lite.games.templates import chats_in_use, own_tags, templates_for
+from unstable_lite.models.local_tokenizer import IncrementalDetokenizer
 from unstable_lite.models.tokenization import StopWatch, Tokenizer
 
 
@@ -71,3 +76,117 @@ def test_stop_string_is_found_after_invalid_bytes() -> None:
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
     assert size == len(ids) - 1
     assert watch.text == "aé\ufffd["
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURNS = ["<|im_start|>", "<|im_end|>"]
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+CHANNELS = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
+OWN = ("[REASON]", "[/REASON]")
+
+
+@pytest.mark.parametrize(
+    ("special", "chat_template", "own", "opening", "closing"),
+    [
+        (["<think>", "</think>"], CHATML + ASKED, {}, "<think>", "</think>"),
+        (["[THINK]", "[/THINK]"], CHATML + ASKED, {}, "[THINK]", "[/THINK]"),
+        (CHANNELS, HARMONY, {}, "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
+        ([*OWN], CHATML + ASKED, {"think": OWN}, *OWN),
+        ([*OWN], None, {"think": OWN, "chat": False}, *OWN),
+    ],
+)
+def test_special_tokens_that_mark_a_thought_stay_in_the_text(
+    tmp_path: Path, special: list[str], chat_template: str | None, own: dict[str, object], opening: str, closing: str
+) -> None:
+    path = make_odd_tokenizer(tmp_path, special=[*TURNS, *special], chat_template=chat_template)
+    tokenizer = Tokenizer(path)
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "mine"}
+    mine = {"chat": True, "user": "{observation}"} | own
+    config = Config.model_validate({"train_envs": [env], "templates": {"mine": mine}})
+    prompts = tokenizer.prompts(chats_in_use(config), own_tags(config))
+    template = templates_for(config, prompts)["mine"]
+    read = find_extraction("default", template.tags)
+    unclosed = tokenizer.encode(f"{opening}maybe \\boxed{{[1]}}{TURNS[0]}").tolist()
+    whole = tokenizer.encode(f"{opening}maybe \\boxed{{[1]}}{closing}\\boxed{{[2]}}{END}").tolist()
+    assert read(tokenizer.text(unclosed)) == ("", False)
+    assert TURNS[0] not in tokenizer.text(unclosed), "other special tokens are left out"
+    assert read(tokenizer.text(whole)) == ("[2]", True)
+    watch = tokenizer.watch(("never",))
+    assert watch is not None and not any(map(watch.is_stopped_by, whole[:-1]))
+    assert watch.text == tokenizer.text(whole)
+    assert tokenizer.has_special_tags
+    assert set(special) <= set(prompts["special_tokens"]), "an opponent cannot write them"
+    assert len(prompts["ends_of_thinking"]) == 1
+
+
+def test_end_of_a_channel_does_not_end_the_answer(tmp_path: Path) -> None:
+    special = [*CHANNELS[:3], "<|call|>"]
+    tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=special, chat_template=HARMONY))
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "chat"}
+    config = Config.model_validate({"train_envs": [env]})
+    assert templates_for(config, tokenizer.prompts(chats_in_use(config)))["chat"].stop == ()
+
+
+def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, plain=TURNS, chat_template=CHATML + ASKED))
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "chat"}
+    config = Config.model_validate({"train_envs": [env]})
+    template = templates_for(config, tokenizer.prompts(chats_in_use(config)))["chat"]
+    assert template.stop == ("<|im_end|>",)
+    watch = tokenizer.watch(template.stop)
+    assert watch is not None and any(map(watch.is_stopped_by, tokenizer.encode("so<|im_end|>").tolist()))
+    assert watch.text == "so"
+
+
+def test_thought_that_a_template_opens_itself_ends_by_its_own_tags(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=["[THINK]", "[/THINK]"]))
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "default-think"}
+    templates = templates_for(Config.model_validate({"train_envs": [env]}), tokenizer.prompts([]))
+    assert templates["default-think"].tags == ("<think>", "</think>")
+    assert templates["default-think"].opened_thinking == "<think>"
+    assert templates["default"].tags == ("[THINK]", "[/THINK]")
+
+
+def test_known_tags_stay_in_the_text_also_beside_those_of_the_model(tmp_path: Path) -> None:
+    special = ["<think>", "</think>", "[THINK]", "[/THINK]"]
+    tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=special, chat_template=CHATML + ASKED + "{# [THINK] #}"))
+    tokenizer.prompts([])
+    assert tokenizer.text(tokenizer.encode("<think>a</think>[THINK]b[/THINK]c").tolist()) == (
+        "<think>a</think>[THINK]b[/THINK]c"
+    )
+
+
+def test_token_of_unknown_text_stays_out_of_the_text(tmp_path: Path) -> None:
+    """Some tokenizers make it of the characters of tags that they do not know."""
+    import tokenizers
+    import transformers
+
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "0": 1, " ": 2, "1": 3}, [], unk_token="<unk>"))
+    fast.add_special_tokens(["<unk>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>").save_pretrained(tmp_path)
+    assert not Tokenizer(str(tmp_path)).has_special_tags
+
+
+def streamed(ids: list[int]) -> list[str]:
+    stream = IncrementalDetokenizer(BYTE_TOKENS, skip_special_tokens=True)
+    return [stream.step(token_id) for token_id in ids]
+
+
+def test_character_comes_out_with_its_last_byte() -> None:
+    assert streamed(ids_of("a", "\u2581a", "é".encode(), "b")) == ["a", " a", "", "é", "b"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (ids_of(b"\xc3\xa9\x80", "b"), "é\ufffdb"),
+        (ids_of("a", "🎲".encode(), b"\xc3", "\u2581a", "b"), "a🎲\ufffd ab"),
+        (ids_of(b"AB\xc3", "b", b"\x80", "b"), "AB\ufffdb\ufffdb"),
+    ],
+)
+def test_invalid_bytes_do_not_change_text_already_returned(ids: list[int], expected: str) -> None:
+    assert "".join(streamed(ids)) == expected

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.adapters.table import AdapterTable, Origin
+from unstable_lite.adapters.table import BASE_ORIGIN, AdapterTable, Origin
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig
 from unstable_lite.engines.client import EnginePool
@@ -170,10 +170,8 @@ class League:
             config, size, self.registry, self.table, self.store, self.adapter_sync, self.disk, self.alarms.append
         )
         self.updates = 0
-        self._tasks = [
-            asyncio.create_task(self.pool.run()),
-            asyncio.create_task(self.adapter_sync.run()),
-        ]
+        self._tasks = [asyncio.create_task(self.pool.run()), asyncio.create_task(self.adapter_sync.run())]
+        OPEN.append(self)
 
     async def update(self, extra_file: str | None = None) -> None:
         """Make an update as training does."""
@@ -189,6 +187,11 @@ class League:
         await asyncio.wait_for(self.adapter_sync.sync(version, digest), 10)
         self.updates += 1
         self.pool.admit(f"ckpt-{version}", version, self.updates)
+
+    async def play(self, updates: int) -> None:
+        for _ in range(updates):
+            await self.update()
+            await self.settle()
 
     async def settle(self) -> None:
         """Wait until the pool is done and every unused adapter is unloaded."""
@@ -207,7 +210,7 @@ class League:
 
     @property
     def used(self) -> set[int]:
-        return {id for id, adapter in self.table.adapters.items() if adapter.is_used}
+        return {id for id, adapter in self.table.adapters.items() if adapter.num_users}
 
     def _holds_only(self, versions: set[int]) -> bool:
         in_memory = {path.name for path in self.store.directory.glob("v*")}
@@ -241,17 +244,23 @@ class League:
         self.store.close()
 
 
+OPEN: list[League] = []
+
+
+@pytest.fixture(autouse=True)
+async def every_league_is_closed() -> AsyncIterator[None]:
+    yield
+    while OPEN:
+        await OPEN.pop().close()
+
+
 async def make_league(tmp_path: Path, updates: int, size: int, **options: Any) -> League:
     league = League(tmp_path, size, **options)
-    for _ in range(updates):
-        await league.update()
-        await league.settle()
+    await league.play(updates)
     return league
 
 
-async def test_learner_scores_all_distinct_canary_answers_in_one_request(
-    tmp_path: Path,
-) -> None:
+async def test_learner_scores_all_distinct_canary_answers_in_one_request(tmp_path: Path) -> None:
     league = League(tmp_path, 3, engines=5)
     seeds = range(CANARY_SEED, CANARY_SEED + NUM_SCORED)
     generations = [await league.engines.engines[0].generate(PROMPT, 0, seed=s, max_tokens=16) for s in seeds]
@@ -260,7 +269,6 @@ async def test_learner_scores_all_distinct_canary_answers_in_one_request(
     await league.update()
     assert league.learner.asked == [distinct, distinct]
     assert [engine.most_at_once for engine in league.engines.engines] == [NUM_SAMPLED] * 5
-    await league.close()
 
 
 async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path: Path) -> None:
@@ -275,7 +283,6 @@ async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path: Pat
     await league.update()
     assert engine.num_asked - before == 2 * NUM_SAMPLED
     assert len(league.table.weights[Origin("update", "2")].answers["engine-1"]) == NUM_SAMPLED
-    await league.close()
 
 
 async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(
@@ -288,7 +295,6 @@ async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(
     await league.update()
     await league.adapter_sync.retired()
     assert set(first.loaded) == set(second.loaded) == {2}
-    await league.close()
 
 
 async def test_returning_engine_that_refuses_to_unload_is_asked_again(
@@ -304,7 +310,6 @@ async def test_returning_engine_that_refuses_to_unload_is_asked_again(
     league.table.end_lease(1)
     await league.settle()
     assert set(first.loaded) == set(second.loaded) == {2}
-    await league.close()
 
 
 async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path: Path) -> None:
@@ -322,7 +327,6 @@ async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path: 
     assert away.is_up
     assert away.loaded == other.loaded
     await league.update()
-    await league.close()
 
 
 @pytest.mark.parametrize("is_back_first", [True, False])
@@ -351,7 +355,6 @@ async def test_adapter_made_during_an_engine_return_is_checked_once(tmp_path: Pa
         engine.silent_about = None
         with pytest.raises(AdapterError, match="engine-1"):
             await restoring[0]
-    await league.close()
 
 
 async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path: Path) -> None:
@@ -365,7 +368,6 @@ async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path: Pat
     engine.lie, engine.lies_about = 0.5, 3
     with pytest.raises(AdapterError, match="engine-1"):
         await league.adapter_sync.restore(engine)
-    await league.close()
 
 
 async def test_canary_records_survive_json(tmp_path: Path) -> None:
@@ -385,58 +387,87 @@ async def test_canary_records_survive_json(tmp_path: Path) -> None:
         was, got = getattr(ours, name), getattr(theirs, name)
         assert was.dtype == got.dtype
         assert np.array_equal(was, got)
-    await league.close()
-    await other.close()
+
+
+async def test_loaded_answers_and_those_of_this_run_keep_their_prompts(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    league = await make_league(tmp_path / "one", 3, size=3)
+    state = json.loads(json.dumps(league.adapter_sync.state_dict()))
+    state["canaries"]["prompts"] = ["a prompt of that run"]
+    other = League(tmp_path / "other", 3)
+    await other.canaries.check_base()
+    other.adapter_sync.load_state_dict(state)
+
+    def prompts_of(origin: Origin) -> set[str]:
+        answers = other.table.weights[origin].answers["engine-0"]
+        return {other.canaries._asked[answer.prompt] for answer in answers}
+
+    assert prompts_of(BASE_ORIGIN) == {PROMPT}
+    assert prompts_of(Origin("update", "2")) == {"a prompt of that run"}
+
+
+async def resumed(tmp_path: Path, change: Callable[[dict[str, Any]], None], max_loras: int = 5) -> League:
+    """Return a league of three checkpoints that was saved, changed and resumed."""
+    first, parts = await make_league(tmp_path, 3, size=3), ("registry", "adapter_sync", "pool")
+    state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
+    await first.close()
+    change(state)
+    league = League(tmp_path, 3, max_loras=max_loras)
+    for part in parts:
+        getattr(league, part).load_state_dict(state[part])
+    shutil.copytree(tmp_path / "adapters" / "ckpt-3", league.store.path(3))
+    await league.adapter_sync.sync(3, digest_of(b"weights of ckpt-3"))
+    await league.pool.resume()
+    return league
 
 
 @pytest.mark.parametrize(("max_loras", "reason"), [(5, "stored"), (2, "slot")])
 async def test_resumed_league_explains_each_missing_opponent(tmp_path: Path, max_loras: int, reason: str) -> None:
-    first = await make_league(tmp_path, 3, size=3)
-    parts = ("registry", "adapter_sync", "pool")
-    state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
-    await first.close()
-    if max_loras == 5:
+    def forget(state: dict[str, Any]) -> None:
         weights = state["adapter_sync"]["canaries"]["weights"]
-        weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
-    league = League(tmp_path, 3, max_loras=max_loras)
-    for part in parts:
-        getattr(league, part).load_state_dict(state[part])
-    path = league.store.path(3)
-    shutil.copytree(tmp_path / "adapters" / "ckpt-3", path)
-    await league.adapter_sync.sync(3, digest_of(b"weights of ckpt-3"))
-    await league.pool.resume()
+        if max_loras == 5:
+            weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
+
+    league = await resumed(tmp_path, forget, max_loras)
     missing = ["ckpt-1"] if max_loras == 5 else ["ckpt-1", "ckpt-2"]
     assert sorted(alarm.split()[0] for alarm in league.alarms) == missing
     assert all(reason in alarm for alarm in league.alarms)
     assert league.active == [uid for uid in ("ckpt-2", "ckpt-3") if uid not in missing]
     league.check_what_is_active_is_loaded_as_itself()
-    await league.close()
 
 
-async def test_newest_checkpoints_are_active_up_to_the_pool_size(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 6, size=3)
-    assert league.active == ["ckpt-4", "ckpt-5", "ckpt-6"]
-    assert set(league.engines.engines[0].loaded) == {4, 5, 6}
-    assert league.pool.num_returned == 0
-    await league.close()
+async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path: Path) -> None:
+    def damage(state: dict[str, Any]) -> None:
+        (tmp_path / "adapters" / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
+
+    league = await resumed(tmp_path, damage)
+    assert [alarm.split()[0] for alarm in league.alarms][:1] == ["ckpt-1"]
+    assert league.active == ["ckpt-2", "ckpt-3"]
 
 
-async def test_without_a_pool_only_the_current_policy_is_active(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 3, size=1)
-    assert league.active == ["ckpt-3"]
-    assert not league.disk.exists()
-    await league.close()
-
-
-async def test_oldest_checkpoint_plays_until_one_is_old_enough(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 3, size=2, opponent_lag=(5, 9))
-    assert league.active == ["base", "ckpt-3"]
-    await league.close()
-
-
-async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("updates", "options", "active", "on_disk"),
+    [
+        pytest.param(6, {"size": 3}, ["ckpt-4", "ckpt-5", "ckpt-6"], None, id="the newest, up to the pool's size"),
+        pytest.param(3, {"size": 1}, ["ckpt-3"], set(), id="without a pool only the policy"),
+        pytest.param(4, {"size": 1, "keep_every": 2}, ["ckpt-4"], {"ckpt-2", "ckpt-4"}, id="keeping needs no pool"),
+        pytest.param(
+            3, {"size": 2, "opponent_lag": (5, 9)}, ["base", "ckpt-3"], None, id="the oldest until one is old"
+        ),
+    ],
+)
+async def test_active_checkpoints_are(
+    tmp_path: Path, updates: int, options: dict[str, Any], active: list[str], on_disk: set[str] | None
 ) -> None:
+    league = await make_league(tmp_path, updates, **options)
+    assert league.active == active
+    assert set(league.engines.engines[0].loaded) == {int(uid[5:]) for uid in active if uid != "base"}
+    assert league.pool.num_returned == 0
+    assert on_disk is None or {path.name for path in league.disk.glob("*")} == on_disk
+
+
+async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(tmp_path: Path) -> None:
     league = League(tmp_path, size=3, opponent_lag=(3, 4), engines=2)
     versions: dict[str, set[int | None]] = {}
     for _ in range(12):
@@ -451,43 +482,25 @@ async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(
     returned = [v for vs in versions.values() for v in vs if v and v >= FIRST_RETURNED_VERSION]
     assert len(returned) == len(set(returned)) == league.pool.num_returned == 9
     assert league.adapter_sync.num_waits == 0
-    await league.close()
 
 
 @pytest.mark.parametrize("rule", ["match-quality", "nearest-rating"])
 async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path: Path, rule: str) -> None:
     league = await make_league(tmp_path, 4, size=3, active_checkpoints_by=rule)
     league.rate(base=0, ckpt_1=25, ckpt_2=10, ckpt_3=24, ckpt_4=25)
-    await league.update()
-    await league.settle()
+    await league.play(1)
     assert league.active == ["ckpt-1", "ckpt-4", "ckpt-5"]
     league.rate(ckpt_2=25, ckpt_4=40, ckpt_1=50)
-    await league.update()
-    await league.settle()
+    await league.play(1)
     assert league.active == ["ckpt-2", "ckpt-5", "ckpt-6"]
     league.check_what_is_active_is_loaded_as_itself()
     assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
-    await league.close()
-
-
-async def test_returns_are_considered_only_every_few_updates(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 4, size=2, active_checkpoints_by="nearest-rating", rotate_checkpoints_every=3)
-    league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=25)
-    await league.update()
-    league.rate(ckpt_4=30)
-    await league.settle()
-    assert league.active == ["ckpt-4", "ckpt-5"]
-    await league.update()
-    await league.settle()
-    assert "ckpt-4" not in league.active
-    await league.close()
 
 
 async def test_adapter_stays_while_a_game_uses_it_and_then_frees_its_slot(tmp_path: Path) -> None:
     league = await make_league(tmp_path, 3, size=2)
     league.table.lease(2)  # a game with the opponent ckpt-2 starts
-    await league.update()
-    await league.settle()
+    await league.play(1)
     assert "ckpt-2" not in league.active
     assert 2 in league.engines.engines[0].loaded
     assert league.store.path(2).is_dir()
@@ -495,7 +508,6 @@ async def test_adapter_stays_while_a_game_uses_it_and_then_frees_its_slot(tmp_pa
     await league.settle()
     assert 2 not in league.engines.engines[0].loaded
     assert not league.store.path(2).exists()
-    await league.close()
 
 
 async def test_return_never_takes_the_slot_of_the_next_update(tmp_path: Path) -> None:
@@ -517,20 +529,16 @@ async def test_return_never_takes_the_slot_of_the_next_update(tmp_path: Path) ->
     assert league.adapter_sync.num_waits == 0
     assert league.pool.num_returned == 1
     assert league.active == ["ckpt-1", "ckpt-6"]
-    await league.close()
 
 
 async def test_unused_opponent_makes_room_if_slots_are_short(tmp_path: Path) -> None:
     league = await make_league(tmp_path, 4, size=3)
     for version in (2, 3):
         league.table.lease(version)  # endless games
-    for _ in range(2):
-        await league.update()
-        await league.settle()
+    await league.play(2)
     assert set(league.engines.engines[0].loaded) == {2, 3, 4, 5, 6}
     await asyncio.wait_for(league.update(), 5)
     assert league.active == ["ckpt-5", "ckpt-6", "ckpt-7"]
-    await league.close()
 
 
 async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path: Path) -> None:
@@ -539,7 +547,6 @@ async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path: P
     await league.settle()
     assert len(league.alarms) == 1
     assert list(league.disk.iterdir()) == []
-    await league.close()
 
 
 async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path) -> None:
@@ -558,27 +565,16 @@ async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path)
         await asyncio.wait_for(league.update(), 5)
     assert league.pool.num_returned == 0
     assert league.adapter_sync.num_waits == 0
-    await league.close()
 
 
-async def test_engine_that_answers_differently_than_before_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lie", "match"), [(0.5, r"engine-1.* 0\.5000"), (-0.05, "engine-1")], ids=["differently", "as the base"]
+)
+async def test_engine_that_answers_differently_than_before_ends_the_run(tmp_path: Path, lie: float, match: str) -> None:
     league = League(tmp_path, size=2, opponent_lag=(2, 9), engines=2)
-    league.engines.engines[1].lie = 0.5
-    with pytest.raises(AdapterError, match=r"engine-1.* 0\.5000"):
-        for _ in range(4):
-            await league.update()
-            await league.settle()
-    await league.close()
-
-
-async def test_engine_that_answers_as_the_base_ends_the_run(tmp_path: Path) -> None:
-    league = League(tmp_path, size=2, opponent_lag=(2, 9))
-    league.engines.engines[0].lie = -0.05
-    with pytest.raises(AdapterError, match="engine-0"):
-        for _ in range(9):
-            await league.update()
-            await league.settle()
-    await league.close()
+    league.engines.engines[1].lie = lie
+    with pytest.raises(AdapterError, match=match):
+        await league.play(9)
 
 
 async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) -> None:
@@ -595,7 +591,6 @@ async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) ->
     old, new = (digest_of(f"weights of ckpt-{version}".encode()) for version in (1, 2))
     with pytest.raises(AdapterError, match=f"engine-1 .*version 2 .*{old}.*{new}"):
         await league.update()
-    await league.close()
 
 
 @pytest.mark.parametrize("is_started_again", [True, False])
@@ -610,36 +605,20 @@ async def test_engine_that_returns_with_other_weights_ends_the_run(tmp_path: Pat
         engine.loaded[2] = b"nothing"
     with pytest.raises(AdapterError, match=r"engine-0 .*version 2\b"):
         await league.adapter_sync.restore(engine)
-    await league.close()
 
 
-async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_missing", [False, True])
+async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tmp_path: Path, is_missing: bool) -> None:
     league = await make_league(tmp_path, 2, size=2, opponent_lag=(2, 9), engines=2)
-    (league.disk / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
-    for _ in range(3):
-        await league.update()
-        await league.settle()
-    assert len(league.alarms) == 1
-    assert re.search(r"ckpt-1 .*damaged", league.alarms[0])
+    if is_missing:
+        (league.disk / "ckpt-1" / "adapter_config.json").unlink()
+    else:
+        (league.disk / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
+    await league.play(3)
+    (alarm,) = league.alarms
+    assert re.search(r"ckpt-1 " if is_missing else r"ckpt-1 .*damaged", alarm)
     assert league.active == ["ckpt-3", "ckpt-5"]
-    await league.close()
-
-
-async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path: Path) -> None:
-    first = await make_league(tmp_path, 3, size=3)
-    parts = ("registry", "adapter_sync", "pool")
-    state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
-    await first.close()
-    league = League(tmp_path, 3)
-    for part in parts:
-        getattr(league, part).load_state_dict(state[part])
-    shutil.copytree(tmp_path / "adapters" / "ckpt-3", league.store.path(3))
-    await league.adapter_sync.sync(3, digest_of(b"weights of ckpt-3"))
-    (league.disk / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
-    await league.pool.resume()
-    assert [alarm.split()[0] for alarm in league.alarms][:1] == ["ckpt-1"]
-    assert league.active == ["ckpt-2", "ckpt-3"]
-    await league.close()
+    assert len(league.engines.engines[0].loaded) == 2
 
 
 async def test_evidence_against_an_engine_survives_json(tmp_path: Path) -> None:
@@ -655,8 +634,6 @@ async def test_evidence_against_an_engine_survives_json(tmp_path: Path) -> None:
     assert "engine-0" in league.alarms[-1]
     other.adapter_sync.load_state_dict(state)
     assert other.adapter_sync.state_dict()["canaries"]["evidence"] == state["canaries"]["evidence"] != {}
-    await league.close()
-    await other.close()
 
 
 async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path) -> None:
@@ -670,19 +647,6 @@ async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path
     assert len(league.alarms) == 1
     assert "only 1 " in league.alarms[0]
     assert league.canaries.num_doubts == 4
-    await league.close()
-
-
-async def test_adapter_missing_on_disk_is_an_alarm_and_training_continues(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 2, size=2, opponent_lag=(2, 9))
-    (league.disk / "ckpt-1" / "adapter_config.json").unlink()
-    for _ in range(3):
-        await league.update()
-        await league.settle()
-    assert ["ckpt-1 " in alarm for alarm in league.alarms] == [True]
-    assert league.active == ["ckpt-3", "ckpt-5"]
-    assert len(league.engines.engines[0].loaded) == 2
-    await league.close()
 
 
 async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path: Path) -> None:
@@ -691,7 +655,6 @@ async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path: Path
     assert len(league.alarms) == 3
     assert all("disk" in alarm for alarm in league.alarms)
     assert league.active == ["ckpt-2", "ckpt-3"]
-    await league.close()
 
 
 async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path: Path) -> None:
@@ -700,7 +663,6 @@ async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path:
     assert kept == {"ckpt-2", "ckpt-5", "ckpt-10"} | {"ckpt-9", "ckpt-11", "ckpt-12"}
     for uid in kept:
         assert (league.disk / uid / "adapter_model.safetensors").read_text() == f"weights of {uid}"
-    await league.close()
 
 
 async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path: Path) -> None:
@@ -710,19 +672,14 @@ async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path: 
     for _ in range(3):
         needed = set(league.table.stored())
         league.pool.tell_saving()
-        for _ in range(2):  # while it is being written
-            await league.update()
-            await league.settle()
+        await league.play(2)  # while it is being written
         assert {path.name for path in league.disk.iterdir()} >= needed
         await league.pool.tell_saved()
         stored.append(needed)
         assert {path.name for path in league.disk.iterdir()} <= set(league.table.stored()).union(*stored[-2:])
-        for _ in range(2):
-            await league.update()
-            await league.settle()
+        await league.play(2)
         assert {path.name for path in league.disk.iterdir()} >= set.union(*stored[-2:])
     assert "ckpt-1" not in {path.name for path in league.disk.iterdir()}
-    await league.close()
 
 
 async def test_kept_checkpoint_may_return_at_any_age(tmp_path: Path) -> None:
@@ -733,14 +690,6 @@ async def test_kept_checkpoint_may_return_at_any_age(tmp_path: Path) -> None:
     league.rate(ckpt_2=25, ckpt_3=25, ckpt_7=0, ckpt_8=0, ckpt_9=25)
     await league.settle()
     assert league.active == ["ckpt-2", "ckpt-9"]
-    await league.close()
-
-
-async def test_keeping_checkpoints_needs_no_pool(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 4, size=1, keep_every=2)
-    assert {path.name for path in league.disk.iterdir()} == {"ckpt-2", "ckpt-4"}
-    assert league.active == ["ckpt-4"]
-    await league.close()
 
 
 async def test_ending_run_waits_for_a_copy_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,4 +752,3 @@ async def test_long_league_has_enough_slots_never_stalls_and_mixes_up_no_adapter
     assert league.alarms == []
     assert all(engine.most_loaded <= league.max_loras for engine in league.engines.engines)
     assert league.adapter_sync.num_waits == 0
-    await league.close()

@@ -14,7 +14,8 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import LEARNERS, load_learner
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
-from unstable_lite.orchestrator.custom_parts import lasting_state, made_part
+from unstable_lite.orchestrator.checkpoint import lasting_state
+from unstable_lite.orchestrator.wiring import made_part
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.plugins import find, name_of
 
@@ -87,7 +88,7 @@ def test_registry_of_a_custom_scheduler_is_checked() -> None:
 
 def test_samplers_in_the_wrong_order_are_refused() -> None:
     model_sampler = unstable.samplers.MirrorModelSampler(unstable.ModelRegistry(), random.Random(0))
-    env_sampler = unstable.samplers.UniformRandomEnvSampler(config_of().train_envs)
+    env_sampler = unstable.samplers.UniformRandomEnvSampler(config_of().train_envs, eval_env_specs=None)
     with pytest.raises(ConfigError, match="model_sampler: an object of type UniformRandomEnvSampler has no registry"):
         unstable.GameScheduler(env_sampler, model_sampler)  # type: ignore[arg-type]
 

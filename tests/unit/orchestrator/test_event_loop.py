@@ -31,7 +31,9 @@ def test_run_collects_garbage_rarely_and_restores_the_settings() -> None:
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=lambda one: one.name
+)
 async def test_signals_that_ask_for_the_end_are_handled(signum: signal.Signals) -> None:
     received, before = asyncio.Event(), signal.getsignal(signum)
     signal.signal(signum, signal.SIG_DFL)  # the tests may run under nohup
@@ -39,6 +41,7 @@ async def test_signals_that_ask_for_the_end_are_handled(signum: signal.Signals) 
         with handled_signals(received.set):
             os.kill(os.getpid(), signum)
             await asyncio.wait_for(received.wait(), 10)
+        assert signal.getsignal(signum) is signal.SIG_DFL, "the handler stays after the run"
     finally:
         signal.signal(signum, before)
 

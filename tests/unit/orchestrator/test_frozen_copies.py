@@ -14,8 +14,8 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_training_opponents
-from unstable_lite.orchestrator.frozen_players import keep_frozen
-from unstable_lite.planning.adapter_slots import (
+from unstable_lite.orchestrator.checkpoint_pool import keep_frozen
+from unstable_lite.planning.defaults import (
     active_checkpoints,
     adapter_slots_needed,
     adapters_in_memory,

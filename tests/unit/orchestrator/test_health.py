@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,10 @@ from msgspec.structs import replace
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.files import read_part
-from unstable_lite.orchestrator.alarms import SAY_EVERY
+from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import (
@@ -36,6 +38,7 @@ from unstable_lite.types import (
     PlayerTrajectory,
     Sampling,
     Step,
+    Turn,
 )
 
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
@@ -64,16 +67,42 @@ class Watched:
     def new_guard(self) -> TrainingHealth:
         return TrainingHealth(self.config, self.directory, self.buffer, self.tracker, self.logged.append, self.stop)
 
+    def add_record(self, record: GameRecord) -> None:
+        self.tracker.add_record(record)
+        self.health.add_record(record)
+
+    def play(self, count: int, *outcome: Any, **made: Any) -> None:
+        for _ in range(count):
+            self.add_record(game(*outcome, **made))
+
+    def check(self, updates: Iterable[int], metrics: Mapping[str, float] = MappingProxyType({})) -> None:
+        for update in updates:
+            self.health.check_update(update, metrics)
+
     async def save(self) -> tuple[Path | None, int]:
         return self.directory / "checkpoints" / "ckpt-1", 1
 
+    async def paused(self, saved: tuple[Path | None, int] | None = None) -> asyncio.Task[None]:
+        """Wait until the run is paused, after an attempt to save it with this result."""
+
+        async def save() -> tuple[Path | None, int]:
+            return saved or await self.save()
+
+        pausing = asyncio.create_task(self.health.pause_if_asked(save))
+        while not (self.directory / PAUSED).exists():
+            await asyncio.sleep(0.01)
+        return pausing
+
 
 @pytest.fixture
-async def watch(tmp_path: Path) -> AsyncIterator[Callable[..., Watched]]:
-    """Yield a function that makes a guard with the given alarms."""
+async def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Watched]]:
+    """Yield a function that makes a guard with the given alarms, raised after their own number of `updates`."""
     made: list[Watched] = []
 
     def make(batch_size: int = 384, **alarms: dict[str, Any]) -> Watched:
+        for name, settings in alarms.items():
+            updates = settings.pop("updates", ALARMS[name].updates)
+            monkeypatch.setitem(ALARMS, name, dataclasses.replace(ALARMS[name], updates=updates))
         made.append(Watched(tmp_path, batch_size, **alarms))
         return made[-1]
 
@@ -126,21 +155,11 @@ def game(
 
 
 def evaluation(wins: int, step: int) -> Evaluation:
-    return Evaluation(
-        label="x",
-        model=f"ckpt-{step}",
-        step=step,
-        env_id="E",
-        opponent="O",
-        n=100,
-        wins=wins,
-        draws=0,
-        losses=100 - wins,
-        invalid=0,
-        void=0,
-        mean_reward=0.0,
-        reward_std=1.0,
-    )
+    """Return an evaluation of 100 games."""
+    tally = Tally()
+    for number in range(100):
+        tally.add("win" if number < wins else "loss", 0.0, own_invalid=False)
+    return tally.evaluation("x", f"ckpt-{step}", step, "E", "O")
 
 
 SICK = {"learner/staleness_mean": 7.0, "learner/num_tokens": 10.0}
@@ -160,31 +179,24 @@ async def test_warning_is_logged_kept_counted_and_shown_and_the_run_continues(wa
     assert "alarms 1, on: staleness" in watched.health.status()
     assert not watched.stop.is_set()
     assert not watched.health.asks_for_pause.is_set()
-    for update in (3, 4):
-        watched.health.check_update(update, WELL)
+    watched.check((3, 4), WELL)
     assert re.match(r"staleness\b.*\bupdate 2\b", watched.logged[1])
     assert len(watched.tracker.alarms) == 1
     assert "on:" not in watched.health.status()
 
 
-async def test_lasting_alarm_is_repeated_and_listed_once(watch: Callable[..., Watched]) -> None:
-    watched = watch(staleness={"updates": 1})
-    for update in range(1, 2 + 2 * SAY_EVERY):
-        watched.health.check_update(update, SICK)
+async def test_lasting_alarm_is_repeated_and_listed_once_and_its_stop_is_named(watch: Callable[..., Watched]) -> None:
+    watched = watch(staleness={"updates": 1, "action": "stop"})
+    watched.check([1], SICK)
+    assert watched.stop.is_set()
+    assert (watched.health.stopped_by or "").startswith("staleness: ")
+    watched.check(range(2, 2 + 2 * SAY_EVERY), SICK)
     assert ["still on since update 1" in text for text in watched.logged] == [False, True, True]
     (text,) = watched.tracker.alarms
     assert text.startswith("update 1: staleness: ")
     lines = list(read_part(watched.directory / "alarms.jsonl"))
     assert [line["is_repeat"] for line in lines] == [False, True, True]
     assert text == f"update {lines[0]['step']}: {lines[0]['text']}"
-
-
-async def test_stop_ends_the_run_with_the_reason(watch: Callable[..., Watched]) -> None:
-    watched = watch(staleness={"updates": 1, "action": "stop"})
-    watched.health.check_update(1, SICK)
-    assert watched.stop.is_set()
-    assert watched.health.stopped_by is not None
-    assert watched.health.stopped_by.startswith("staleness: ")
 
 
 async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(
@@ -194,9 +206,7 @@ async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(
     await watched.health.pause_if_asked(watched.save)
     assert not watched.logged
     watched.health.check_update(1, SICK)
-    pausing = asyncio.create_task(watched.health.pause_if_asked(watched.save))
-    while not (tmp_path / PAUSED).exists():
-        await asyncio.sleep(0.01)
+    pausing = await watched.paused()
     text = (tmp_path / PAUSED).read_text()
     assert "update 1: staleness: 10 tokens" in text
     assert "ckpt-1" in text
@@ -214,9 +224,7 @@ async def test_pause_ends_with_the_run_and_a_stale_one_is_removed(
 ) -> None:
     watched = watch(staleness={"updates": 1, "action": "pause"})
     watched.health.check_update(1, SICK)
-    pausing = asyncio.create_task(watched.health.pause_if_asked(watched.save))
-    while not (tmp_path / PAUSED).exists():
-        await asyncio.sleep(0.01)
+    pausing = await watched.paused()
     watched.stop.set()
     await pausing
     assert watched.health.unpaused.is_set()
@@ -230,17 +238,11 @@ async def test_pause_reports_that_the_newest_update_could_not_be_saved(
     watch: Callable[..., Watched], tmp_path: Path
 ) -> None:
     watched = watch(staleness={"updates": 1, "action": "pause"})
-    saved: list[tuple[Path | None, int]] = [(tmp_path / "checkpoints" / "ckpt-10", 10), (None, 0)]
-
-    async def fail() -> tuple[Path | None, int]:
-        return saved.pop(0)
-
-    for newest in (str(saved[0][0]), "no checkpoint"):
+    path = tmp_path / "checkpoints" / "ckpt-10"
+    for saved, newest in (((path, 10), str(path)), ((None, 0), "no checkpoint")):
         watched.health.asks_for_pause.set()
         watched.health.check_update(12, SICK)
-        pausing = asyncio.create_task(watched.health.pause_if_asked(fail))
-        while not (tmp_path / PAUSED).exists():
-            await asyncio.sleep(0.01)
+        pausing = await watched.paused(saved)
         sentence = rf"(?i)update 12\b.*\bnot\b.*{re.escape(newest)}"
         assert re.search(sentence, (tmp_path / PAUSED).read_text())
         assert re.search(sentence, watched.logged[-1])
@@ -310,20 +312,16 @@ async def test_entropy_is_compared_with_the_first_updates_even_after_resume(watc
 
 
 async def test_training_games_are_compared_with_earlier_better_ones(watched: Watched) -> None:
-    for _ in range(512):
-        watched.health.add_record(game("win"))
-        watched.health.add_record(game("win", kind="eval"))
-    watched.health.check_update(1, {})
-    for _ in range(512):
-        watched.health.add_record(game("loss", opponent=OLDER))
-        watched.health.add_record(game("loss", kind="eval", eval_label="of a quota"))
-        watched.health.add_record(game("loss", end="void"))
-    watched.health.check_update(2, {})
+    watched.play(512, "win")
+    watched.play(512, "win", kind="eval")
+    watched.check([1])
+    watched.play(512, "loss", opponent=OLDER)
+    watched.play(512, "loss", kind="eval", eval_label="of a quota")
+    watched.play(512, "loss", end="void")
+    watched.check([2])
     assert watched.tracker.alarms == [], "games against older checkpoints, of a quota or void do not count"
-    for _ in range(512):
-        watched.health.add_record(game("loss", end="invalid", invalid_pids=(0,)))
-    for update in range(3, 8):
-        watched.health.check_update(update, {})
+    watched.play(512, "loss", end="invalid", invalid_pids=(0,))
+    watched.check(range(3, 8))
     patterns = (
         r"update 3: decline: .* E: .*update 3 0\.0%.* 512 .*0\.0% – 0\.7%.*update 1 100\.0%.* 512 .*99\.3% – 100\.0%",
         r"update 3: decline: .* E .*scripted:random: .*update 3 0\.0%.* 512 .*update 1 100\.0%.* 512 .*99\.3%",
@@ -335,26 +333,71 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     assert len(ends) == 2 and all(text.startswith("declined: the newest training games, of several") for text in ends)
 
 
-async def test_games_that_start_within_a_game_raise_no_alarm(watched: Watched) -> None:
-    for update, outcome in enumerate(("win", "loss")):
-        for _ in range(512):
-            record = game(outcome)  # type: ignore[arg-type]
-            if outcome == "loss":
-                start = BranchPoint(turns=(PastTurn(0, "", "a"),), pid=0, digest="")
-                record.spec = replace(record.spec, start=start)
-            watched.health.add_record(record)
-        watched.health.check_update(update, {})
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("train", {"start": BranchPoint(turns=(PastTurn(0, "", "a"),), pid=0, digest="")}),
+        ("eval", {"sampling": Sampling(temperature=0.0)}),
+    ],
+    ids=["games that start within a game", "another sampling of an eval env"],
+)
+async def test_games_of_another_sort_are_not_compared(watched: Watched, kind: GameKind, change: dict[str, Any]) -> None:
+    watched.play(512, "win", kind=kind)
+    watched.check([1])
+    record = game("loss", kind=kind)
+    record.spec = replace(record.spec, **change)
+    for _ in range(512):
+        watched.add_record(record)
+    watched.check([2])
     assert watched.tracker.alarms == []
 
 
-async def test_samplings_of_an_eval_env_are_not_compared_with_each_other(watched: Watched) -> None:
-    for update, (outcome, sampling) in enumerate((("win", None), ("loss", Sampling(temperature=0.0)))):
-        for _ in range(512):
-            record = game(outcome, kind="eval")
-            record.spec = replace(record.spec, sampling=sampling)
-            watched.health.add_record(record)
-        watched.health.check_update(update, {})
-    assert watched.tracker.alarms == []
+async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched: Watched) -> None:
+    def add(reason: str, count: int, end: GameEnd = "void", **made: Any) -> None:
+        for _ in range(count):
+            record = game(end=end, **made)
+            record.reason = reason
+            watched.add_record(record)
+
+    add("", 90, "natural")
+    add("budget_spent", 6)  # a stop
+    add("env_raised", 2, "invalid", kind="eval", eval_label="before")
+    add("context_full", 1, "truncated")
+    watched.health.check_update(1, {})
+    assert watched.tracker.alarms == [], "99 games are too few to judge"
+    add("context_full", 2, "truncated")
+    watched.health.check_update(2, {})
+    (alarm,) = watched.tracker.alarms
+    assert re.match(r"update 2: ended_early: 3\.0% of the newest 101 games ended early: context_full in E\b.*2%", alarm)
+    tracker, health = (json.loads(json.dumps(part.state_dict())) for part in (watched.tracker, watched.health))
+    assert tracker == watched.tracker.state_dict() | {"seconds": tracker["seconds"]}, "JSON changes nothing"
+    watched.tracker.windows.judged.clear()
+    watched.tracker.resume(tracker, [])
+    watched.health = watched.new_guard()
+    watched.health.load_state_dict(health)
+    assert not watched.tracker.alarms[1:]
+    add("", 512, "natural")
+    watched.health.check_evaluation(evaluation(wins=50, step=3))
+    assert re.match(r"ended_early, on since update 2, has ended: 0\.0%.*context_full in E", watched.logged[-1])
+    assert watched.health.status() == "  alarms 1"
+
+
+@pytest.mark.parametrize(("num_tokens", "is_alarm"), [(5, True), (7, False)])
+async def test_answers_that_the_context_cut_off_raise_an_alarm(
+    watched: Watched, num_tokens: int, is_alarm: bool
+) -> None:
+    watched.config.engine.__dict__["max_generation_len"] = 7
+    for _ in range(100):
+        record = game()
+        (step,) = record.trajectories[0].steps
+        whole = dataclasses.replace(
+            step.generation, completion_ids=np.ones(num_tokens, np.int32), finish_reason="length"
+        )
+        turn = Turn(pid=0, observation="o", text="a", action="a", format_ok=True, is_cut_off=True, generation=whole)
+        record.turns = [turn]
+        watched.add_record(record)
+    watched.health.check_update(1, {})
+    assert [("context_full in E" in alarm) for alarm in watched.tracker.alarms] == [True] * is_alarm
 
 
 async def test_game_ended_by_any_own_seat_counts_whole(watched: Watched) -> None:
@@ -362,29 +405,26 @@ async def test_game_ended_by_any_own_seat_counts_whole(watched: Watched) -> None
     seats = tuple(replace(agent, collect_data=True) for agent in both_seats.spec.agent_specs)
     both_seats.spec = replace(both_seats.spec, agent_specs=seats)
     for _ in range(512):
-        watched.health.add_record(both_seats)
-    for update in range(1, 6):
-        watched.health.check_update(update, {})
+        watched.add_record(both_seats)
+    watched.check(range(1, 6))
     (alarm,) = watched.tracker.alarms
     assert re.search(r"invalid_moves: 100\.0%.* 512 .* E ", alarm)
 
 
-async def test_games_without_steps_starve_the_learner(
-    watch: Callable[..., Watched],
-) -> None:
+async def test_games_without_steps_starve_the_learner(watch: Callable[..., Watched]) -> None:
     watched = watch(starved={"threshold": 0.05, "action": "stop"})
     watching = asyncio.create_task(watched.health.run())
     await asyncio.sleep(0.2)
     assert watched.logged == [], "no game has ended"
     for record in (game(end="void"), game(end="invalid", invalid_pids=(1,))):
-        watched.health.add_record(record)
+        watched.add_record(record)
         watched.buffer.add_game(record)
     await asyncio.wait_for(watched.stop.wait(), 30)
     assert watched.health.stopped_by is not None
     assert re.search(
         r" 2 training games .* 1 void, 1 .*run\.filter_opponent_invalid, 0 .* 384", watched.health.stopped_by
     )
-    watched.health.add_record(game())
+    watched.add_record(game())
     watched.buffer.add_game(game())
     while "starved" in watched.health.status():
         await asyncio.sleep(0.01)
@@ -398,7 +438,7 @@ async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch
     async with asyncio.timeout(30):
         while not watched.stop.is_set():
             for _ in range(2):
-                watched.health.add_record(game())
+                watched.add_record(game())
                 watched.buffer.add_game(game())
             assert not watched.buffer.has_batch(2, 5)
             await asyncio.sleep(0.01)
@@ -411,7 +451,7 @@ async def test_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[
     (env_id,) = (env.env_id for env in watched.config.train_envs)
     record = game()
     for update in range(1, 4):
-        watched.health.add_record(record)
+        watched.add_record(record)
         watched.buffer.add_game(record)
         watched.health.check_update(update, {})
         await asyncio.sleep(0.1)
@@ -425,9 +465,9 @@ async def test_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[
 
 async def test_time_in_a_pause_does_not_starve_an_env(watch: Callable[..., Watched], tmp_path: Path) -> None:
     watched = watch(starved={"threshold": 0.2}, staleness={"updates": 1, "action": "pause"})
-    watched.health.add_record(game())
+    watched.add_record(game())
     watched.health.check_update(1, SICK)
-    pausing = asyncio.create_task(watched.health.pause_if_asked(watched.save))
+    pausing = await watched.paused()
     await asyncio.sleep(0.3)
     (tmp_path / PAUSED).unlink()
     await pausing
@@ -439,17 +479,17 @@ async def test_learner_with_a_waiting_batch_does_not_starve(watch: Callable[...,
     watched = watch(batch_size=2, starved={"threshold": 0.05})
     watching = asyncio.create_task(watched.health.run())
     for record in (game(), game(), game(end="void")):
-        watched.health.add_record(record)
+        watched.add_record(record)
         watched.buffer.add_game(record)
     for _ in range(40):
         await asyncio.sleep(0.01)
-        watched.health.add_record(game(end="void"))
+        watched.add_record(game(end="void"))
     assert watched.logged == []
     await watched.buffer.get_batch(2, 1)
     async with asyncio.timeout(30):
         while not watched.logged:
             await asyncio.sleep(0.01)
-            watched.health.add_record(game(end="void"))
+            watched.add_record(game(end="void"))
     assert re.search(r"\b0 steps\b.* 2\b", watched.logged[0])
     watching.cancel()
 

@@ -11,31 +11,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fakes.step_contexts import CONTEXT
+from unstable_lite import reward_transformations as transforms
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
 from unstable_lite.errors import ConfigError
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
-from unstable_lite.reward_transformations import (
-    FINAL,
-    SAMPLING,
-    STEP,
-    ComposeFinalRewardTransforms,
-    ComposeSamplingRewardTransforms,
-    ComposeStepRewardTransforms,
-    NormalizeRewards,
-    NormalizeRewardsByEnv,
-    PenaltyForCutOff,
-    PenaltyForInvalidMove,
-    RewardForFormat,
-    RoleAdvantageByEnvFormatter,
-    RoleAdvantageFormatter,
-    WinDrawLossFormatter,
-    build_reward_transformations,
-    build_transforms,
-)
+from unstable_lite.planning.defaults import resolve_defaults
+from unstable_lite.reward_transformations import FINAL, SAMPLING, STEP, build_reward_transformations, build_transforms
 from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step
 
-STEP_ARGUMENTS = ("player_traj", "step_index", "reward")
+FINAL_ARGUMENTS, STEP_ARGUMENTS = ("reward", "pid", "env_id"), ("player_traj", "step_index", "reward")
 GENERATION = Generation(
     prompt_ids=np.array([1], np.int32),
     completion_ids=np.array([2], np.int32),
@@ -76,7 +60,7 @@ def rewards_of(steps):
 # final
 
 
-@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+@pytest.mark.parametrize("transform", [transforms.RoleAdvantageFormatter, transforms.RoleAdvantageByEnvFormatter])
 def test_reward_is_compared_with_the_average_of_earlier_ones(transform):
     role = transform(tau=0.5)
     assert [role(reward, 0, "E") for reward in (1.0, 4.0, 1.0)] == [1.0, 3.0, -2.0]
@@ -84,39 +68,25 @@ def test_reward_is_compared_with_the_average_of_earlier_ones(transform):
     assert role(0.0, 0, "E") == pytest.approx(-13 / 7)
 
 
-@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+@pytest.mark.parametrize("transform", [transforms.RoleAdvantageFormatter, transforms.RoleAdvantageByEnvFormatter])
 def test_equal_rewards_have_an_advantage_of_exactly_0_after_the_first(transform):
     role = transform()
     assert [role(0.1, 0, "E") for _ in range(300)] == [0.1] + [0.0] * 299
 
 
-def test_role_averages_by_env_are_separate_per_env_and_player():
-    transform = RoleAdvantageByEnvFormatter(tau=0.5)
-    transform(1.0, 0, "A")
-    assert transform(1.0, 1, "A") == 1.0
-    assert transform(1.0, 0, "B") == 1.0
-    assert transform(1.0, 0, "A") == 0.0
+@pytest.mark.parametrize("name", ["RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter"])
+def test_role_averages_are_separate_per_player_and_kind_of_opponent(name):
+    transform, is_by_env = FINAL[name](tau=0.5), name == "RoleAdvantageByEnvFormatter"
+    mirror, scripted = make_context("mirror"), make_context("scripted")
+    assert transform(1.0, 0, "A", mirror) == 1.0
+    assert transform(1.0, 1, "A", mirror) == 1.0
+    assert transform(-1.0, 0, "A", scripted) == -1.0
+    assert transform(1.0, 0, "B", mirror) == (1.0 if is_by_env else 0.0)
+    assert transform(1.0, 0, "A", mirror) == 0.0
+    assert FINAL[name](0.5, tau=0.0)(1.0, 0, "E") == 0.5, "they start at the configured value"
 
 
-def test_role_averages_without_env_are_shared_by_all_envs():
-    transform = RoleAdvantageFormatter(tau=0.5)
-    transform(1.0, 0, "A")
-    assert transform(1.0, 0, "B") == 0.0
-
-
-def test_role_averages_are_separate_per_kind_of_opponent():
-    transform = RoleAdvantageByEnvFormatter()
-    assert transform(1.0, 0, "E", make_context("mirror")) == 1.0
-    assert transform(-1.0, 0, "E", make_context("scripted")) == -1.0
-    assert transform(1.0, 0, "E", make_context("mirror")) == 0.0
-
-
-def test_role_averages_start_at_the_configured_value():
-    assert RoleAdvantageFormatter(role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
-    assert RoleAdvantageByEnvFormatter(default_role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
-
-
-@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+@pytest.mark.parametrize("transform", [transforms.RoleAdvantageFormatter, transforms.RoleAdvantageByEnvFormatter])
 def test_role_averages_survive_json(transform):
     before = transform(tau=0.1)
     for pid, reward in [(0, 1.0), (1, -1.0), (0, 0.5)]:
@@ -130,52 +100,47 @@ def test_role_averages_survive_json(transform):
 @pytest.mark.parametrize("tau", [-0.1, 1.1])
 def test_invalid_tau_is_refused(tau):
     with pytest.raises(ConfigError, match="tau"):
-        RoleAdvantageByEnvFormatter(tau=tau)
+        transforms.RoleAdvantageByEnvFormatter(tau=tau)
 
 
 def test_scores_become_win_draw_and_loss_values():
-    transform = WinDrawLossFormatter(win_reward=2.0, draw_reward=0.5, loss_reward=-3.0)
+    transform = transforms.WinDrawLossFormatter(win_reward=2.0, draw_reward=0.5, loss_reward=-3.0)
     assert [transform(score, 0, "E") for score in (0.1, 0.0, -0.1)] == [2.0, 0.5, -3.0]
 
 
 # step
 
 
-def test_format_is_rewarded_or_penalised_step_by_step():
-    trajectory = make_trajectory(make_step(is_right=True), make_step(is_right=False))
-    transform = RewardForFormat(reward=1.5, penalty=-0.5)
-    assert [transform(trajectory, i, 1.0) for i in (0, 1)] == [2.5, 0.5]
-
-
-def test_only_the_invalid_move_is_penalised():
-    trajectory = make_trajectory(make_step(), make_step(is_invalid=True))
-    transform = PenaltyForInvalidMove(reward=1.0, penalty=-1.0)
-    assert [transform(trajectory, i, 0.0) for i in (0, 1)] == [1.0, -1.0]
-
-
-def test_only_a_truncated_answer_is_penalised():
-    cut_off, whole = make_step(), make_step()
-    cut_off.context = make_context("scripted")
-    whole.context = structs.replace(cut_off.context, is_cut_off=False)
-    compose = ComposeStepRewardTransforms([PenaltyForCutOff(penalty=-0.5)])
-    trajectory = make_trajectory(cut_off, whole, make_step())
-    assert [compose(trajectory, i, 1.0) for i in (0, 1, 2)] == [0.5, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (transforms.RewardForFormat(reward=1.5, penalty=-0.5), [1.5, -0.5, 1.5, 1.5]),
+        (transforms.PenaltyForInvalidMove(reward=1.0, penalty=-1.0), [1.0, 1.0, -1.0, 1.0]),
+        (transforms.PenaltyForCutOff(penalty=-0.5), [0.0, 0.0, 0.0, -0.5]),
+    ],
+)
+def test_steps_are_rewarded_or_penalised_one_by_one(transform, expected):
+    whole = structs.replace(make_context("scripted"), is_cut_off=False)
+    steps = [make_step(), make_step(is_right=False), make_step(is_invalid=True), make_step()]
+    steps[1].context, steps[3].context = whole, make_context("scripted")
+    compose = transforms.ComposeStepRewardTransforms([transform])
+    assert [compose(make_trajectory(*steps), i, 1.0) - 1.0 for i in range(4)] == expected
+    assert repr(transform) in repr(compose)
 
 
 # sampling
 
 
-def test_z_score_has_mean_zero_and_deviation_one():
-    rewards = rewards_of(NormalizeRewards(z_score=True)([make_step(r) for r in (1.0, 2.0, 6.0)]))
-    assert np.mean(rewards) == pytest.approx(0)
-    assert np.std(rewards) == pytest.approx(1)
+def test_rewards_are_centred_and_scaled_only_with_z_score():
+    given = [make_step(r) for r in (1.0, 2.0, 6.0)]
+    assert rewards_of(transforms.NormalizeRewards()(given)) == [-2.0, -1.0, 3.0]
+    deviation = math.sqrt(14 / 3)
+    expected = [-2 / deviation, -1 / deviation, 3 / deviation]
+    assert rewards_of(transforms.NormalizeRewards(z_score=True)(given)) == pytest.approx(expected)
+    assert rewards_of(given) == [1.0, 2.0, 6.0], "the given steps stay"
 
 
-def test_scale_is_kept_without_z_score():
-    assert rewards_of(NormalizeRewards()([make_step(1.0), make_step(3.0)])) == [-1.0, 1.0]
-
-
-@pytest.mark.parametrize("transform", [NormalizeRewards, NormalizeRewardsByEnv])
+@pytest.mark.parametrize("transform", [transforms.NormalizeRewards, transforms.NormalizeRewardsByEnv])
 @pytest.mark.parametrize("z_score", [True, False])
 def test_residues_of_equal_rewards_become_zeros(transform, z_score):
     def batch(baselines, reward=1.0):
@@ -188,24 +153,19 @@ def test_residues_of_equal_rewards_become_zeros(transform, z_score):
     given = batch([0.7, 0.8, 0.9]) + seat_1
     assert rewards_of(transform(z_score)(given)) == [0.0] * 5
     # One different result of a seat is a signal for that seat only.
-    lost = batch([0.9], reward=-1.0)
-    assert [reward == 0 for reward in rewards_of(transform(z_score)(given + lost))] == [False] * 3 + [True] * 2 + [
-        False
-    ]
+    is_zero = [reward == 0 for reward in rewards_of(transform(z_score)(given + batch([0.9], reward=-1.0)))]
+    assert is_zero == [False] * 3 + [True] * 2 + [False]
 
 
 def test_single_result_is_compared_with_the_previous_one():
-    transform = NormalizeRewardsByEnv()
+    transform = transforms.NormalizeRewardsByEnv()
     transform([make_step(1.0)])
-    assert rewards_of(transform([make_step(-1.0), replace(make_step(1.0), pid=1), replace(make_step(3.0), pid=1)])) == [
-        -2.0,
-        0.0,
-        2.0,
-    ]
+    given = [make_step(-1.0), replace(make_step(1.0), pid=1), replace(make_step(3.0), pid=1)]
+    assert rewards_of(transform(given)) == [-2.0, 0.0, 2.0]
 
 
 def test_z_score_has_a_floor_that_survives_json():
-    before, after = NormalizeRewards(z_score=True), NormalizeRewards(z_score=True)
+    before, after = transforms.NormalizeRewards(z_score=True), transforms.NormalizeRewards(z_score=True)
     for _ in range(20):
         before([make_step(1.0), make_step(-1.0)])
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -215,12 +175,12 @@ def test_z_score_has_a_floor_that_survives_json():
 
 def test_each_env_has_its_own_mean_and_the_order_is_kept():
     steps = [make_step(1.0, "A"), make_step(10.0, "B"), make_step(3.0, "A"), make_step(30.0, "B")]
-    normalized = NormalizeRewardsByEnv()(steps)
+    normalized = transforms.NormalizeRewardsByEnv()(steps)
     assert rewards_of(normalized) == [-1.0, -10.0, 1.0, 10.0]
     assert [s.env_id for s in normalized] == ["A", "B", "A", "B"]
 
 
-@pytest.mark.parametrize("transform", [NormalizeRewards(True), NormalizeRewardsByEnv(True)])
+@pytest.mark.parametrize("transform", [transforms.NormalizeRewards(True), transforms.NormalizeRewardsByEnv(True)])
 @pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 7, [1e10 / 3] * 7])
 def test_equal_rewards_become_zeros(transform, rewards):
     assert rewards_of(transform([make_step(r) for r in rewards])) == pytest.approx([0.0] * len(rewards), abs=1e-6)
@@ -233,69 +193,51 @@ def test_equal_rewards_become_zeros(transform, rewards):
 )
 def test_normalisation_never_gives_non_finite_rewards(rewards, envs, z_score):
     steps = [make_step(reward, env) for reward, env in zip(rewards, envs, strict=False)]
-    for transform in (NormalizeRewards(z_score), NormalizeRewardsByEnv(z_score)):
+    for transform in (transforms.NormalizeRewards(z_score), transforms.NormalizeRewardsByEnv(z_score)):
         assert all(math.isfinite(reward) for reward in rewards_of(transform(steps)))
-
-
-@pytest.mark.parametrize("transform", [NormalizeRewards(True), NormalizeRewardsByEnv(True)])
-def test_sampling_does_not_change_the_given_steps(transform):
-    steps = [make_step(1.0), make_step(3.0)]
-    transform(steps)
-    assert rewards_of(steps) == [1.0, 3.0]
 
 
 # composition
 
 
 def test_compositions_apply_in_order_and_can_be_extended():
-    final = ComposeFinalRewardTransforms([lambda reward, pid, env_id: reward + 1])
+    final = transforms.ComposeFinalRewardTransforms([lambda reward, pid, env_id: reward + 1])
     final.register(lambda reward, pid, env_id: reward * 2)
     assert final(1.0, 0, "E") == 4.0
 
-    step = ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
+    step = transforms.ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
     step.register(lambda trajectory, index, reward: reward * 2)
     assert step(make_trajectory(make_step()), 0, 1.0) == 4.0
 
-    sampling = ComposeSamplingRewardTransforms([NormalizeRewards()])
+    sampling = transforms.ComposeSamplingRewardTransforms([transforms.NormalizeRewards()])
     sampling.register(lambda steps: list(reversed(steps)))
     assert rewards_of(sampling([make_step(1.0), make_step(3.0)])) == [1.0, -1.0]
 
 
 def test_transform_with_a_context_parameter_gets_the_context():
     context = make_context("mirror")
-    final = ComposeFinalRewardTransforms(
+    final = transforms.ComposeFinalRewardTransforms(
         [lambda reward, pid, env_id: reward + 1, lambda reward, pid, env_id, context: reward * context.num_turns]
     )
     assert final(1.0, 0, "E", context) == 10.0
 
-    step = ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
+    step = transforms.ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
     step.register(lambda trajectory, index, reward, *, context: reward * (-1 if context.is_cut_off else 1))
     assert step(make_trajectory(replace(make_step(), context=context)), 0, 1.0) == -2.0
 
 
-def test_class_with_a_context_parameter_is_found_by_name():
-    (transform,) = build_transforms([f"{__name__}:ByOpponent"], FINAL, ComposeFinalRewardTransforms.ARGUMENTS)
-    assert isinstance(transform, ByOpponent)
-
-
-class ByOpponent:
-    def __call__(self, reward, pid, env_id, context):
-        return reward if context.opponent_kinds == "mirror" else 2 * reward
-
-
-def test_empty_composition_changes_nothing():
-    steps = [make_step(1.0)]
-    assert ComposeFinalRewardTransforms()(1.0, 0, "E") == 1.0
-    assert ComposeSamplingRewardTransforms()(steps) == steps
-
-
-def test_composition_shows_its_parts():
-    assert "RewardForFormat(reward=1.5, penalty=0)" in repr(ComposeStepRewardTransforms([RewardForFormat(1.5)]))
+@pytest.mark.parametrize(("name", "factor"), [("Doubled", 3), ("ByOpponent", 2)])
+def test_custom_class_is_found_by_module_and_name(name, factor):
+    entry = Transformation(name=f"{__name__}:{name}", factor=factor)
+    compose = transforms.ComposeFinalRewardTransforms(build_transforms([entry], FINAL, FINAL_ARGUMENTS))
+    assert compose(2.0, 0, "E", make_context("scripted")) == 2.0 * factor
 
 
 def test_composition_saves_the_state_of_its_parts():
     def composed():
-        return ComposeFinalRewardTransforms([WinDrawLossFormatter(), RoleAdvantageByEnvFormatter(tau=0.5)])
+        return transforms.ComposeFinalRewardTransforms(
+            [transforms.WinDrawLossFormatter(), transforms.RoleAdvantageByEnvFormatter(tau=0.5)]
+        )
 
     before, after = composed(), composed()
     before(1.0, 0, "E")
@@ -304,9 +246,9 @@ def test_composition_saves_the_state_of_its_parts():
 
 
 def test_state_of_other_transforms_is_refused():
-    state = ComposeFinalRewardTransforms([RoleAdvantageFormatter()]).state_dict()
+    state = transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageFormatter()]).state_dict()
     with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
-        ComposeFinalRewardTransforms([RoleAdvantageByEnvFormatter()]).load_state_dict(state)
+        transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageByEnvFormatter()]).load_state_dict(state)
 
 
 # by name
@@ -329,19 +271,17 @@ def test_every_registered_transform_can_be_built_by_its_name():
         assert [type(t).__name__ for t in built] == list(registry)
 
 
-def test_custom_class_is_found_by_module_and_name():
-    (transform,) = build_transforms(
-        [Transformation(name=f"{__name__}:Doubled", factor=3)], FINAL, ComposeFinalRewardTransforms.ARGUMENTS
-    )
-    assert transform(2.0, 0, "E") == 6.0
-
-
 class Doubled:
     def __init__(self, factor: float = 2):
         self.factor = factor
 
     def __call__(self, reward, pid, env_id):
         return self.factor * reward
+
+
+class ByOpponent(Doubled):
+    def __call__(self, reward, pid, env_id, context):
+        return reward if context.opponent_kinds == "mirror" else self.factor * reward
 
 
 @pytest.mark.parametrize(
@@ -370,10 +310,7 @@ def test_mistake_in_a_name_or_keyword_gets_a_suggestion(entry, message):
         ("import no_such_module", "'no_such_module'"),
         ("def Transform(): return {}['a key']", "KeyError: 'a key'"),
         ("class Transform: pass", "call"),
-        (
-            "class Transform:\n    def __call__(self, traj, reward): pass",
-            "(player_traj, step_index, reward)",
-        ),
+        ("class Transform:\n    def __call__(self, traj, reward): pass", "(player_traj, step_index, reward)"),
         ("def Transform(traj, index, reward): return reward", "class"),
         (
             "class Transform:\n    def __call__(self, *_): pass\n    def state_dict(self): return {}",
@@ -390,33 +327,19 @@ def test_fault_in_a_custom_module_is_reported_with_its_name(tmp_path, monkeypatc
     assert "'of_a_user:Transform'" in str(caught.value)
 
 
-def test_sampling_transform_that_returns_none_is_named():
-    with pytest.raises(ConfigError, match=r"forgets_to_return.* None"):
-        ComposeSamplingRewardTransforms([forgets_to_return])([])
+@pytest.mark.parametrize(
+    ("returned", "says"), [(None, "None"), ([], r"\[\]"), *((value, "reward") for value in (math.nan, math.inf, "1"))]
+)
+def test_sampling_transform_that_returns_no_steps_or_rewards_is_named(returned, says):
+    def forgetful(steps):
+        return returned if not returned else [replace(step, reward=returned) for step in steps]
 
-
-def test_sampling_transform_that_drops_all_steps_is_named():
-    with pytest.raises(ConfigError, match=r"<lambda>.* \[\]"):
-        ComposeSamplingRewardTransforms([lambda steps: []])([make_step(1.0)])
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
-def test_sampling_transform_with_invalid_rewards_is_named(reward):
-    with pytest.raises(ConfigError, match=r"<lambda>.* reward"):
-        ComposeSamplingRewardTransforms([lambda steps: [replace(step, reward=reward) for step in steps]])(
-            [make_step(1.0)]
-        )
-
-
-def test_numpy_rewards_become_plain_floats():
-    (step,) = ComposeSamplingRewardTransforms([lambda steps: [replace(step, reward=np.float32(2)) for step in steps]])(
+    with pytest.raises(ConfigError, match=rf"forgetful.* {says}"):
+        transforms.ComposeSamplingRewardTransforms([forgetful])([make_step(1.0)])
+    (step,) = transforms.ComposeSamplingRewardTransforms([lambda steps: [replace(steps[0], reward=np.float32(2))]])(
         [make_step(1.0)]
     )
     assert type(step.reward) is float
-
-
-def forgets_to_return(steps):
-    list(steps)
 
 
 class Keeps:
@@ -438,17 +361,15 @@ class Keeps:
 )
 def test_state_that_json_would_change_is_refused_on_save(state):
     with pytest.raises(ConfigError, match=r"Keeps: .*state_dict"):
-        ComposeFinalRewardTransforms([Keeps(state)]).state_dict()
+        transforms.ComposeFinalRewardTransforms([Keeps(state)]).state_dict()
 
 
 @pytest.mark.parametrize("state", [{"average": {"0": np.float64(0.5)}}, {"all": [1, math.inf, None]}])
 def test_json_state_is_saved(state):
-    assert ComposeFinalRewardTransforms([Keeps(state)]).state_dict()["states"] == [state]
+    assert transforms.ComposeFinalRewardTransforms([Keeps(state)]).state_dict()["states"] == [state]
 
 
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        build_transforms(
-            ["Nope", Transformation(name="RewardForFormat", a=1, b=2)], STEP, ComposeStepRewardTransforms.ARGUMENTS
-        )
+        build_transforms(["Nope", Transformation(name="RewardForFormat", a=1, b=2)], STEP, STEP_ARGUMENTS)
     assert len(caught.value.problems) == 3

@@ -18,7 +18,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.checkpoint import read_checkpoint, save_checkpoint
 from unstable_lite.reward_transformations import ComposeSamplingRewardTransforms
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Update
@@ -60,8 +60,18 @@ def example(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+async def test_step_that_a_step_transform_replaces_gets_the_reward():
+    def exchange(player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        player_traj.steps[step_index] = replace(player_traj.steps[step_index], weight=0.5)
+        return reward + 1
+
+    buffer = StepBuffer(10, step_reward_transformation=exchange)
+    buffer.add_player_trajectory(make_trajectory())
+    assert [(step.reward, step.weight) for step in await buffer.get_batch(3, 0)] == [(2.0, 0.5)] * 3
+
+
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-async def test_weights_of_a_step_transform_reach_the_learner(buffer_class: Any) -> None:
+async def test_weights_of_a_step_transform_reach_the_learner(buffer_class):
     def weigh(player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         player_traj.steps[step_index].weight = np.float64(0.5 * step_index)
         player_traj.steps[step_index].token_weights = [0, 1, step_index]  # type: ignore[assignment]
@@ -80,7 +90,7 @@ async def test_weights_of_a_step_transform_reach_the_learner(buffer_class: Any) 
         assert item.token_weights.tolist() == [0.0, 1.0, float(index)]
 
 
-async def test_weights_of_a_sampling_transform_reach_the_learner() -> None:
+async def test_weights_of_a_sampling_transform_reach_the_learner():
     sampling = ComposeSamplingRewardTransforms([lambda steps: [replace(s, weight=np.float32(0.25)) for s in steps]])
     buffer = StepBuffer(10, sampling_reward_transformation=sampling)
     buffer.add_player_trajectory(make_trajectory())
@@ -101,7 +111,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "says"), BAD)
-def test_bad_weights_of_a_transform_are_refused_with_its_name(change: dict[str, Any], says: str) -> None:
+def test_bad_weights_of_a_transform_are_refused_with_its_name(change, says):
     class Heavy:
         def __repr__(self) -> str:
             return "Heavy"
@@ -119,7 +129,7 @@ def test_bad_weights_of_a_transform_are_refused_with_its_name(change: dict[str, 
         StepBuffer(10, step_reward_transformation=Heavy()).add_player_trajectory(make_trajectory())
 
 
-async def test_waiting_step_keeps_its_weights_in_a_checkpoint(tmp_path: Path) -> None:
+async def test_waiting_step_keeps_its_weights_in_a_checkpoint(tmp_path):
     async def save_learner(directory: Path) -> None:
         (directory / "adapter_model.safetensors").write_bytes(b"weights")
 
@@ -132,7 +142,7 @@ async def test_waiting_step_keeps_its_weights_in_a_checkpoint(tmp_path: Path) ->
     assert np.array_equal(weighted.token_weights, np.float32([0.0, 2.0, 0.1]))
 
 
-def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch):
     weigh = example(monkeypatch, "weight_by_group_spread", "WeightByGroupSpread")()
 
     def of_game(group: int, game: int, reward: float) -> Step:
@@ -145,7 +155,7 @@ def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch: pytest.
     assert all(step.weight == 1.0 for step in given)
 
 
-def test_example_gives_late_and_decisive_turns_more_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_gives_late_and_decisive_turns_more_weight(monkeypatch):
     weigh = example(monkeypatch, "turn_level_credit", "TurnLevelCredit")(decay=0.5, decisive=3.0)
 
     def weights(trajectory: PlayerTrajectory) -> list[float]:
@@ -158,7 +168,7 @@ def test_example_gives_late_and_decisive_turns_more_weight(monkeypatch: pytest.M
     assert weights(make_trajectory(end="invalid", is_invalid=True)) == [0.0, 0.0, 3.0]
 
 
-def test_example_masks_wins_by_forfeit_and_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_masks_wins_by_forfeit_and_thinking(monkeypatch):
     mask = example(monkeypatch, "eligibility_mask", "EligibilityMask")
 
     def weights(trajectory: PlayerTrajectory, **options: Any) -> list[float]:

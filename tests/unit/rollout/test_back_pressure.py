@@ -13,9 +13,9 @@ from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes.game_records import Observer
 from unstable_lite.rollout.back_pressure import FEW, InFlight, ages_by_turn, spread_of, turn_spread_of
-from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.buffer import length_class
+from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.rollout.step_counts import length_class
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
 
 POLICY = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
@@ -192,12 +192,9 @@ async def test_learner_gets_every_batch_for_any_settings(
     league.buffer.batch_delay = delay
     least = math.ceil(delay * batch)
     league.buffer.in_flight = InFlight(batch, least, max_age, {MIRROR.env_id: expected})
-    task = asyncio.create_task(league.collector.run(workers, 0))
-    async with asyncio.timeout(60):
+    async with league.playing(workers):
         for _ in range(6):
             await league.buffer.get_batch(batch, 0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path: Path) -> None:
@@ -210,29 +207,23 @@ async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path:
         most = max(most, league.collector.games_in_flight["train"])
 
     league.collector._listeners = [Observer(look)]
-    task = asyncio.create_task(league.collector.run(100, 0))
-    async with asyncio.timeout(60):
+    async with league.playing(100):
         for _ in range(20):
             await league.buffer.get_batch(20, 0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     assert 1 < most <= 20, "of 100 workers"
 
 
 async def test_games_of_a_group_are_played_together_despite_the_limit(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR, group_size=8)
     league.buffer.in_flight = InFlight(20, 20, 0, {MIRROR.env_id: 100.0})
-    task = asyncio.create_task(league.collector.run(16, 0))
     flying = set()
-    async with asyncio.timeout(60):
+    async with league.playing(16):
         while len(league.records) < 24:
             await asyncio.sleep(0)
             if len(league.records) >= 8:  # the workers of the first group did not have to wait
                 flying.add(league.collector.games_in_flight["train"])
             if league.buffer.size() >= 20:
                 await league.buffer.get_batch(20, 0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     assert max(flying) == 8, "exactly one whole group at once"
 
 

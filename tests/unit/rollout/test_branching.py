@@ -22,21 +22,20 @@ from unstable_lite.dashboards.report.games import read_games
 from unstable_lite.errors import EnvError
 from unstable_lite.files import to_line
 from unstable_lite.games.env_start import start_environment
-from unstable_lite.games.openspiel.names import load_game
+from unstable_lite.games.openspiel.game import load_game
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.league.branch_points import BranchPoints, digest_of
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.orchestrator.wiring import _scheduler, make_buffer
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
-from unstable_lite.planning.groups import branching_problems
+from unstable_lite.orchestrator.wiring import make_buffer, make_scheduler
+from unstable_lite.planning.defaults import resolve_defaults
+from unstable_lite.planning.rules import branching_rules
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.plugins import lasting
-from unstable_lite.rollout.game_runner import GameRunner
-from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record, run_game
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.tracking.game_lines import record_to_json
+from unstable_lite.tracking.records import record_to_json
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec, Generation, PastTurn, Turn
 
@@ -65,7 +64,7 @@ def config(env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, **branc
 
 
 def scheduler_of(of: Config) -> GameScheduler:
-    scheduler = _scheduler(of)
+    scheduler = make_scheduler(of)
     scheduler.registry.add_policy("ckpt-1", 1, 1)
     return scheduler
 
@@ -276,7 +275,7 @@ async def test_states_that_are_not_reached_again_do_not_end_the_run() -> None:
     scheduler = scheduler_of(of)
     scheduler.update(await runner.play(scheduler.next_train_job()))
     specs = [spec for _ in range(30) for spec in scheduler.next_train_group() if spec.start is not None]
-    assert len(specs) > of.run.max_void_games
+    assert len(specs) > MAX_VOID_GAMES
     records = [await runner.play(spec) for spec in specs]
     assert {record.end for record in records} == {"void"}
     assert all("does not repeat" in (record.error or "") for record in records)
@@ -319,15 +318,6 @@ async def test_uncertain_branches_start_where_returns_differ() -> None:
     assert chosen.keys() == {1, 2, 3, 4, 5}
     assert chosen[3] > 0.7 * chosen.total()
     assert min(chosen.values()) > 0.02 * chosen.total()  # every turn is measured again
-
-
-def test_window_bounds_the_turns() -> None:
-    points = BranchPoints(config(window=(2, 3)).branching, 4)
-    scheduler = scheduler_of(config(NIM, num_actors=2))
-    group = scheduler.next_train_group()
-    points.update(game_of(group[0], num_turns=9))
-    starts = [spec.start for _ in range(100) for spec in points.fork(group)]
-    assert {len(start.turns) for start in starts if start is not None} == {2, 3}
 
 
 async def test_state_is_restored_and_gives_the_same_groups() -> None:
@@ -379,19 +369,18 @@ def problems(env: dict[str, Any] | None = None, **sections: Any) -> list[str]:
         {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | (env or {}),
     ]
     of, wrong = parse_config(raw)
-    return wrong or list(branching_problems(of))  # type: ignore[arg-type]
+    return wrong or list(branching_rules(of))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"algorithm": "reinforce", "run": {}}, "branching.share = 0.5: the games that start from one state"),
+        ({"algorithm": "reinforce", "run": {}}, "branching.share = 0.5 compares the games that start from one"),
         (
             {"algorithm": "reinforce", "rewards": {"group_baseline": "duplicate"}},
             "branching.share: 'duplicate' compares games from both seats",
         ),
-        ({"branching": {"share": 0.5, "window": [4, 2]}}, r"branching.window = \[4, 2\]: the last turn"),
-        ({"env": {"max_turns": 1}}, "branching.window: train_envs.0: Nim-v0-train has max_turns = 1, so it has no"),
+        ({"env": {"max_turns": 1}}, "branching.share: train_envs.0: Nim-v0-train has max_turns = 1, so no group"),
         ({"env": {"env_id": RESTLESS}}, f"branching.share: train_envs.0: {RESTLESS} does not repeat: with the same"),
         (
             {"env": {"env_id": "questions:examples/arithmetic.jsonl", "num_players": 1}},
@@ -399,7 +388,6 @@ def problems(env: dict[str, Any] | None = None, **sections: Any) -> list[str]:
         ),
         ({"branching": {"share": 1.0}}, "branching.share"),
         ({"branching": {"share": -0.1}}, "branching.share"),
-        ({"branching": {"share": 0.5, "window": [0, 2]}}, "branching.window.0"),
         ({"branching": {"share": 0.5, "at": "late"}}, "branching.at"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import RunConfig
-from unstable_lite.errors import EnvError, OpponentError, WorkerDied
+from unstable_lite.errors import EnvError, OpponentError, RequestError, WorkerDied
 from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
 from unstable_lite.reward_transformations import GROUP_BASELINES
-from unstable_lite.rollout import collector
-from unstable_lite.rollout.collector import Collector
+from unstable_lite.rollout import collector, run_game
+from unstable_lite.rollout.collector import Collector, LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, Generation
 
@@ -96,15 +97,23 @@ class League:
             self.scheduler, self.buffer, self.seats, self.table, RunConfig(**run), [self.records]
         )
 
-    async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:
+    @asynccontextmanager
+    async def playing(self, workers: int = 8, eval_workers: int = 0) -> AsyncIterator[asyncio.Task[None]]:
+        """Collect games for the time of the context, at most a minute."""
         task = asyncio.create_task(self.collector.run(workers, eval_workers))
-        while not is_enough() and not task.done():
-            await asyncio.sleep(0.001)
-        task.cancel()
         try:
-            await task
-        except asyncio.CancelledError:
-            pass
+            async with asyncio.timeout(60):
+                yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:
+        async with self.playing(workers, eval_workers) as task:
+            while not is_enough():
+                await asyncio.sleep(0.001)
+                if task.done():
+                    await task
 
 
 @pytest.fixture
@@ -123,31 +132,29 @@ async def test_every_game_gives_one_record_and_its_steps_reach_the_buffer(league
 
 async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -> None:
     league = League(tmp_path, buffer_size=5)
-    task = asyncio.create_task(league.collector.run(4, 0))
-    while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
-        await asyncio.sleep(0.001)
-        assert len(league.records) <= 2 * 4, "games started although the buffer is full"
-    finished = len(league.records)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert len(league.records) == finished
-    assert league.buffer.size() == league.buffer.added >= 5
-    league.buffer.drain()
-    while len(league.records) == finished:
-        await asyncio.sleep(0.001)
-    task.cancel()
+    async with league.playing(4):
+        while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
+            await asyncio.sleep(0.001)
+            assert len(league.records) <= 2 * 4, "games started although the buffer is full"
+        finished = len(league.records)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(league.records) == finished
+        assert league.buffer.size() == league.buffer.added >= 5
+        league.buffer.drain()
+        while len(league.records) == finished:
+            await asyncio.sleep(0.001)
 
 
 async def test_games_start_only_while_unpaused(league: League) -> None:
     league.collector.unpaused.clear()
-    task = asyncio.create_task(league.collector.run(4, 2))
-    for _ in range(1000):
-        await asyncio.sleep(0)
-    assert not league.records
-    league.collector.unpaused.set()
-    while len(league.records) < 10:
-        await asyncio.sleep(0.001)
-    task.cancel()
+    async with league.playing(4, 2):
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert not league.records
+        league.collector.unpaused.set()
+        while len(league.records) < 10:
+            await asyncio.sleep(0.001)
 
 
 async def test_evaluation_games_skip_the_buffer_and_balance_seats(league: League) -> None:
@@ -184,11 +191,11 @@ async def test_env_that_keeps_failing_ends_the_run_and_is_named(tmp_path: Path) 
     async def always_fails(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise RuntimeError("out of order")
 
-    league = League(tmp_path, always_fails, max_void_games=6)
+    league = League(tmp_path, always_fails)
     with pytest.raises(ExceptionGroup) as caught:
         await league.collector.run(2, 0)
     error = next(str(error) for error in caught.value.exceptions if isinstance(error, EnvError))
-    assert "TicTacToe-v0-train failed 6 times" in error
+    assert "20 games of TicTacToe-v0-train in a row failed" in error
     assert "out of order" in error
 
 
@@ -276,7 +283,7 @@ async def test_adapter_versions_are_held_exactly_while_games_use_them(tmp_path: 
     held: list[bool] = []
 
     async def look(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        held.append(league.table.num_users(version) > 1)
+        held.append(league.table.adapters[version].num_users > 1)
         return await any_cell(prompt, version, stop)
 
     league = League(tmp_path, look)
@@ -285,7 +292,7 @@ async def test_adapter_versions_are_held_exactly_while_games_use_them(tmp_path: 
     await league.collect_until(lambda: len(league.records) >= 10)
     assert held
     assert all(held)
-    assert league.table.num_users(1) == 1
+    assert league.table.adapters[1].num_users == 1
 
 
 async def test_game_that_ends_with_the_run_is_still_counted(league: League) -> None:
@@ -313,51 +320,26 @@ async def test_cancelling_the_collector_leaves_no_game_and_no_task(league: Leagu
     assert not any(adapter.leases for adapter in league.table.adapters.values())
 
 
-async def test_each_checkpoint_gets_its_own_quota_of_evaluation_games(
-    tmp_path: Path,
+@pytest.mark.parametrize(("eval_share", "least", "most"), [(0.1, 0.05, 0.1), (0.4, 0.2, 0.4), (1, 0.25, 1)])
+async def test_evaluations_take_at_most_their_share_of_the_games(
+    tmp_path: Path, eval_share: float, least: float, most: float
 ) -> None:
-    league = League(tmp_path, max_eval_games_per_ckpt=5)
-    task = asyncio.create_task(league.collector.run(2, 3))
+    league = League(tmp_path, eval_share=eval_share, buffer_size=50)
+    quota = asyncio.create_task(league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=2))
 
-    def evaluated() -> Counter[str]:
-        played = [r.spec.agent_specs for r in league.records if r.spec.kind == "eval"]
-        return Counter(agent.model.uid for agents in played for agent in agents if agent.model.kind == "checkpoint")
+    def learn() -> bool:  # now and then, so that training games often wait
+        if league.buffer.is_full and random.random() < 0.1:
+            league.buffer.drain()
+        return len(league.records) >= 300 + 40 and quota.done()
 
-    async def until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await until(lambda: evaluated()["base"] == 5)
-    trained = len(league.records)
-    await until(lambda: len(league.records) >= trained + 50)  # training continues
-    assert evaluated() == {"base": 5}
-    assert league.collector.evaluating.total() == 0
-    tables.offer(league.table, 1)
-    league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
-    league.collector.tell_new_checkpoint()
-    await until(lambda: evaluated()["ckpt-1"] == 5)
-    assert evaluated() == {"base": 5, "ckpt-1": 5}
-    task.cancel()
-
-
-async def test_evaluation_quota_survives_a_resume(tmp_path: Path) -> None:
-    def evaluated(league: League) -> int:
-        return sum(record.spec.kind == "eval" for record in league.records)
-
-    league = League(tmp_path, max_eval_games_per_ckpt=20)
-    task = asyncio.create_task(league.collector.run(0, 3))
-    while evaluated(league) < 7 or not league.collector.evaluating.total():
-        await asyncio.sleep(0)
-    state, played = league.collector.state_dict(), evaluated(league)
-    counted = state["eval_games_of"]["base"]
-    assert played - 3 <= counted <= played < 20
-    task.cancel()
-    await asyncio.wait([task])
-    assert league.collector.state_dict()["eval_games_of"]["base"] <= evaluated(league)  # without the interrupted games
-    resumed = League(tmp_path, max_eval_games_per_ckpt=20)
-    resumed.collector.load_state_dict(state)
-    await resumed.collect_until(lambda: len(resumed.records) >= 60, workers=2, eval_workers=3)
-    assert evaluated(resumed) == 20 - counted
+    await league.collect_until(learn, workers=40, eval_workers=16)
+    lately = [record.spec.kind == "eval" for record in league.records if record.spec.eval_label is None]
+    assert least <= sum(lately) / len(lately) <= most
+    assert league.collector.eval_share == sum(lately[-512:]) / len(lately[-512:])
+    resumed = League(tmp_path, eval_share=eval_share)
+    resumed.collector.load_state_dict(league.collector.state_dict())
+    assert resumed.collector.eval_share == league.collector.eval_share
+    resumed.collector.load_state_dict({"eval_games_of": {}})  # of an earlier version
 
 
 async def test_steps_of_games_ended_by_others_can_be_filtered(tmp_path: Path) -> None:
@@ -408,8 +390,7 @@ async def test_started_group_is_finished_even_if_the_buffer_is_full(
     tmp_path: Path, buffer_size: int, workers: int
 ) -> None:
     league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=4)
-    task = asyncio.create_task(league.collector.run(workers, 0))
-    async with asyncio.timeout(20):
+    async with league.playing(workers):
         for _ in range(3):
             await league.buffer.get_batch(5, 0)
             # No step is taken now: all started games end, and no step waits outside the full buffer.
@@ -418,11 +399,11 @@ async def test_started_group_is_finished_even_if_the_buffer_is_full(
             assert league.buffer.steps_in_groups == 0
             assert league.buffer.size() >= buffer_size
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_void_games_shrink_their_group_and_block_no_other(tmp_path: Path) -> None:
+async def test_void_games_shrink_their_group_and_block_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
 
     async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -432,13 +413,12 @@ async def test_void_games_shrink_their_group_and_block_no_other(tmp_path: Path) 
             raise RuntimeError("the engine refused")
         return await any_cell_of_many(prompt, version, stop)
 
-    league = League(tmp_path, fails_sometimes, 30, MIRROR, group_size=2, max_void_games=1000)
-    task, groups = asyncio.create_task(league.collector.run(8, 0)), league.buffer.group_counts
-    async with asyncio.timeout(20):
+    monkeypatch.setattr(run_game, "MAX_VOID_GAMES", 1000)
+    league = League(tmp_path, fails_sometimes, 30, MIRROR, group_size=2)
+    groups = league.buffer.group_counts
+    async with league.playing():
         while groups["of_one"] < 3 or groups["whole"] - groups["of_one"] < 3:
             await league.buffer.get_batch(2, 0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(
@@ -448,27 +428,24 @@ async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(
     tables.offer(league.table, 1)
     tables.offer(league.table, 2)
     league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
-    one_game = asyncio.create_task(league.collector.run(1, 0))
-    while not league.records:
-        await asyncio.sleep(0.001)
-    league.registry.add_policy("ckpt-2", adapter_version=2, iteration=2)
-    assert league.table.num_users(1) > 1
-    while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
-        assert league.table.num_users(1) > 1
-        await asyncio.sleep(0)
-    assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
-    while len(league.records) < 8:
-        await asyncio.sleep(0)
-    assert league.table.num_users(1) == 1
-    one_game.cancel()
-    await asyncio.gather(one_game, return_exceptions=True)
+    async with league.playing(1):
+        while not league.records:
+            await asyncio.sleep(0.001)
+        league.registry.add_policy("ckpt-2", adapter_version=2, iteration=2)
+        assert league.table.adapters[1].num_users > 1
+        while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
+            assert league.table.adapters[1].num_users > 1
+            await asyncio.sleep(0)
+        assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
+        while len(league.records) < 8:
+            await asyncio.sleep(0)
+        assert league.table.adapters[1].num_users == 1
     assert not any(adapter.leases for adapter in league.table.adapters.values())
 
 
 # opponents behind an endpoint
 
 REMOTE = "vendor/model"
-MAX_VOID_GAMES = 5
 DOWN = (500, {"error": {"message": "down"}})
 
 
@@ -478,16 +455,19 @@ def free_cell(body: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
-async def remote_league(tmp_path: Path) -> AsyncIterator[tuple[Callable[..., League], Server]]:
+async def remote_league(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Callable[..., League], Server]]:
     """Yield a function that makes leagues with an opponent on a server, and the server."""
     leagues: list[League] = []
+    for name, value in (("MAX_RETRIES", 0), ("PAUSE_S", 0.1), ("MAX_PAUSE_S", 0.1)):
+        monkeypatch.setattr(openai_compatible, name, value)
     with serving() as server:
         server.answer = free_cell
 
         def new(limits: dict[str, Any], **league: Any) -> League:
-            fast = {"base_url": server.url, "max_retries": 0, "pause_s": 0.1, "max_pause_s": 0.1, **limits}
-            config = OpponentsConfig.model_validate(fast)
-            leagues.append(League(tmp_path, opponents=config, max_void_games=MAX_VOID_GAMES, **league))
+            config = OpponentsConfig(base_url=server.url, **limits)
+            leagues.append(League(tmp_path, opponents=config, **league))
             return leagues[-1]
 
         yield new, server
@@ -502,10 +482,11 @@ def against(records: list[GameRecord], name: str, is_void: bool) -> int:
 
 
 async def test_failed_opponent_is_avoided_until_it_is_back(
-    remote_league: tuple[Callable[..., League], Server],
+    remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, server = remote_league
-    league = new({"pause_s": 0.3}, fixed_opponents=("scripted:random", REMOTE))
+    monkeypatch.setattr(openai_compatible, "PAUSE_S", 0.3)
+    league = new({}, fixed_opponents=("scripted:random", REMOTE))
     server.answer = lambda _body: DOWN
     others: list[int] = []
 
@@ -566,7 +547,7 @@ async def test_slow_opponent_does_not_get_its_env_quarantined(
     new, server = remote_league
     server.answer = lambda body: time.sleep(0.2) or free_cell(body)
     league = new({}, fixed_opponents=(REMOTE,), game_timeout_s=0.05)
-    await league.collect_until(lambda: len(league.records) >= 3 * MAX_VOID_GAMES)
+    await league.collect_until(lambda: len(league.records) >= 3 * run_game.MAX_VOID_GAMES)
     assert all(str(r.error).startswith("OpponentError: ") and "0.05" in str(r.error) for r in league.records)
 
 
@@ -578,7 +559,8 @@ async def test_evaluation_waits_for_its_opponent_for_a_limited_time(
     env = EvalEnvSpec(
         env_id="TicTacToe-v0-train", num_players=2, prompt_template="tiny", fixed_opponent=REMOTE, max_turns=60
     )
-    league = new({"outage_s": 1}, eval_env=env)
+    monkeypatch.setattr(openai_compatible, "OUTAGE_S", 1)
+    league = new({}, eval_env=env)
     answers = iter([DOWN] * 6)
     server.answer = lambda body: next(answers, None) or free_cell(body)
     records = await league.collector.evaluate(env, league.registry.current, 30, "before", concurrency=4)
@@ -593,11 +575,12 @@ async def test_evaluation_waits_for_its_opponent_for_a_limited_time(
 
 
 async def test_concurrent_evaluation_skips_a_failed_opponent(
-    remote_league: tuple[Callable[..., League], Server],
+    remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, server = remote_league
+    monkeypatch.setattr(openai_compatible, "PAUSE_S", 60)
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, prompt_template="tiny", fixed_opponent=REMOTE)
-    league = new({"pause_s": 60, "max_pause_s": 60}, eval_env=env)
+    league = new({}, eval_env=env)
     server.answer = lambda _body: DOWN
     await league.collect_until(
         lambda: against(league.records, "scripted:random", is_void=False) >= 60 and len(server.bodies) >= 3,
@@ -605,3 +588,84 @@ async def test_concurrent_evaluation_skips_a_failed_opponent(
         eval_workers=6,
     )
     assert len(server.bodies) <= 8
+
+
+# lock step: no request leaves before every game has asked
+
+
+class EngineInWaves:
+    """A fake engine that records which requests arrive together, and answers after a random time."""
+
+    def __init__(self) -> None:
+        self.waves: list[list[int | None]] = [[]]
+        self.in_flight = 0
+        self.chance = random.Random(1)
+
+    async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
+        if not self.in_flight:
+            self.waves.append([])
+        self.waves[-1].append(seed)
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(self.chance.random() / 100)
+            if prompt == "refused":
+                raise RequestError("no")
+        finally:
+            self.in_flight -= 1
+        return answer(prompt, version)
+
+
+async def test_requests_leave_in_seed_order_once_every_game_asked_or_ended() -> None:
+    engine, chance, order = EngineInWaves(), random.Random(2), list[int]()
+    lock_step = LockStep(engine.generate)
+
+    async def game(number: int, turns: int) -> int:
+        for turn in range(turns):
+            await asyncio.sleep(chance.random() / 100)
+            await lock_step.generate("p", 0, (), 10 * turn + number)
+            order.append(10 * turn + number)
+        return number
+
+    assert await lock_step.play([game(0, 2), game(1, 3), game(2, 0), game(3, 1)]) == [0, 1, 2, 3]
+    assert engine.waves[1:] == [[0, 1, 3], [10, 11], [21]]
+    assert order == [0, 1, 3, 10, 11, 21]
+
+
+async def test_failed_or_abandoned_request_does_not_delay_other_games() -> None:
+    engine = EngineInWaves()
+    lock_step = LockStep(engine.generate)
+
+    async def refused() -> str:
+        with pytest.raises(RequestError):
+            await lock_step.generate("refused", 0, (), 1)
+        return "refused"
+
+    async def impatient() -> str:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await lock_step.generate("p", 0, (), 2)
+        return "gave up"
+
+    async def slow() -> str:
+        await asyncio.sleep(0.1)
+        return (await lock_step.generate("last", 0, (), 3)).text
+
+    async with asyncio.timeout(5):
+        assert await lock_step.play([refused(), impatient(), slow()]) == ["refused", "gave up", "last"]
+    assert engine.waves[1:] == [[1, 3]]
+
+
+async def test_error_in_one_game_ends_the_round_and_the_next_is_complete() -> None:
+    engine = EngineInWaves()
+    lock_step = LockStep(engine.generate)
+
+    async def broken() -> None:
+        raise ValueError("broken")
+
+    async def waits(seed: int) -> None:
+        await lock_step.generate("p", 0, (), seed)
+
+    async with asyncio.timeout(5):
+        with pytest.raises(ExceptionGroup):
+            await lock_step.play([waits(1), broken()])
+        await lock_step.play([waits(2), waits(3)])

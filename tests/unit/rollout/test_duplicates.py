@@ -17,7 +17,7 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.reward_transformations.group import SeatReward, across_seats, leave_one_out
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.rollout.step_buffer import StepBuffer

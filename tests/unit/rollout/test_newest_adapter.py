@@ -21,11 +21,8 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import UniformRandomEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
-from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.lockstep import LockStep
-from unstable_lite.rollout.newest_adapter import leased_newest
-from unstable_lite.tracking.game_lines import record_to_json
-from unstable_lite.tracking.transcripts import transcript
+from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
+from unstable_lite.tracking.records import record_to_json, transcript
 from unstable_lite.types import GameRecord, Generation, ModelRef
 
 

@@ -26,7 +26,7 @@ def config(workers: int = 8, **sft: Any) -> Config:
     env = {"num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
     return Config.model_validate(
         {
-            "run": {"num_collection_workers": workers, "max_void_games": 5},
+            "run": {"num_collection_workers": workers},
             "sft": {"players": ("scripted:random",), "pairs": 40} | sft,
             "train_envs": [{"env_id": name, **env} for name in ("TicTacToe-v0-train", "Nim-v0-train")],
         }
@@ -83,8 +83,9 @@ async def test_players_alternate_seats_within_each_env() -> None:
         assert min(counts) > 0 and abs(counts[0] - counts[1]) <= 1
 
 
-async def test_no_more_than_max_games_are_played() -> None:
-    pairs, collected = await collect(config(max_games=3, pairs=10_000))
+async def test_no_more_than_max_games_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstable_lite.sft.collect.MAX_GAMES", 3)
+    pairs, collected = await collect(config(pairs=10_000))
     assert collected.games == 3
     assert 0 < len(pairs) < 30
 
@@ -144,7 +145,7 @@ async def test_truncated_answer_is_never_imitated() -> None:
         reasons = itertools.cycle(["stop", "length", "eos", "content_filter"])
         server.answer = lambda _body: chat_reply(f"\\boxed{{[1 1]}} {(reason := next(reasons))}", finish_reason=reason)
         given = config(players=("base", "vendor/model"), filter=())
-        given = given.model_copy(update={"opponents": OpponentsConfig(base_url=server.url, max_retries=0)})
+        given = given.model_copy(update={"opponents": OpponentsConfig(base_url=server.url)})
         pairs, collected = await collect(given, cut_off_at_times)
     assert not any(pair.completion.endswith((" length", " content_filter")) for pair in pairs)
     assert {pair.player for pair in pairs} == {"base", "vendor/model"}

@@ -11,7 +11,8 @@ import pytest
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed, written_answer
+from unstable_lite.games.answers import extract_boxed, written_answer
+from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line
 from unstable_lite.types import (
     AgentSpec,
@@ -151,6 +152,12 @@ def test_pair_is_one_line_with_any_separators_in_its_text(tmp_path: Path) -> Non
     assert read_pairs(path) == [pair]
 
 
+def test_lone_surrogate_of_an_endpoint_becomes_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(write_line(Pair(observation="o", completion="a\ud800")), encoding="utf-8")
+    assert read_pairs(path) == [Pair(observation="o", completion="a?")]
+
+
 def test_pair_belongs_to_its_named_env_or_to_the_first() -> None:
     assert env_of(Pair(env_id="TicTacToe-v0-train"), ENVS) == ENVS[1]
     assert env_of(Pair(env_id="Chess-v0"), ENVS) == env_of(Pair(), ENVS) == ENVS[0]
@@ -166,18 +173,27 @@ def test_bad_lines_are_refused_together_with_their_numbers(tmp_path: Path) -> No
         '["p", "c"]\n'
         '{"prompt": 1, "completion": "c"}\n'
         '{"prompt": "p", "completion": "c", "turn": "first"}\n'
+        '{"prompt": "p", "completion": "\\ud800 and more text"}\n'
+        '{"prompt": "p", "completion": "c", "env_id": "Nim-v0-trian"}\n'
+        f'{{"prompt": "p", "completion": {"[" * 100_000}\n'
+        '{"prompt": "p", "completion": "\udcff"}\n',
+        errors="surrogateescape",
     )
     with pytest.raises(ConfigError) as caught:
-        read_pairs(path)
+        read_pairs(path, [env.env_id for env in ENVS])
     for problem, (number, says) in zip(
         caught.value.problems,
         [
-            (2, "not JSON"),
+            (2, "truncated"),
             (3, "'action'"),
             (4, "'observation'"),
-            (5, "list"),
-            (6, "'prompt'"),
-            (7, "'turn'"),
+            (5, "got `array`"),
+            (6, "got `int` - at `$.prompt`"),
+            (7, "got `str` - at `$.turn`"),
+            (8, "surrogate"),
+            (9, "did you mean 'Nim-v0-train'?"),
+            (10, "recursion"),
+            (11, "utf-8"),
         ],
         strict=True,
     ):

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from fakes.game_records import make_record, make_spec
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
 from unstable_lite.tracking.intervals import deals_interval, points_interval, t_95
-from unstable_lite.types import UTILITY, AgentSpec, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import UTILITY, GameRecord, ModelRef
 
 MODEL = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 OTHER = ModelRef(uid="fixed-o", kind="fixed", name="o")
@@ -22,29 +23,10 @@ KUHN = "openspiel:kuhn_poker"
 def record(number: int, utility: float | None, env_id: str = KUHN) -> GameRecord:
     """Return game `number` of a quota, which the model ended with this utility; None: a void game."""
     seat, reward = number % 2, 0.0 if utility is None else utility / 2
-    agents = tuple(
-        AgentSpec(
-            pid=pid,
-            model=MODEL if pid == seat else OTHER,
-            collect_data=False,
-            prompt_template="tiny",
-            action_extraction_fn="default",
-        )
-        for pid in (0, 1)
-    )
-    spec = GameSpec(
-        game_idx=number, kind="eval", env_id=env_id, num_players=2, seed=number // 2, agent_specs=agents, max_turns=9
-    )
-    own, others = ("draw", "draw") if not reward else ("win", "loss") if reward > 0 else ("loss", "win")
-    return GameRecord(
-        spec=spec,
-        turns=[],
-        trajectories=[],
-        rewards={seat: reward, 1 - seat: -reward},
-        outcomes={seat: own, 1 - seat: others},
-        end="void" if utility is None else "natural",
-        game_info={} if utility is None else {seat: {UTILITY: utility}, 1 - seat: {UTILITY: -utility}},
-    )
+    models, rewards = ((MODEL, OTHER), (reward, -reward)) if seat == 0 else ((OTHER, MODEL), (-reward, reward))
+    spec = make_spec(*models, kind="eval", game_idx=number, env_id=env_id, seed=number // 2)
+    shown = {} if utility is None else {seat: {UTILITY: utility}, 1 - seat: {UTILITY: -utility}}
+    return make_record(spec, *rewards, end="void" if utility is None else "natural", game_info=shown)
 
 
 def evaluation(utilities: list[float | None], env_id: str = KUHN) -> Evaluation:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from test_tracker import game, make_tracker
 
-from unstable_lite.rollout.in_order import PATIENCE, InOrder
+from unstable_lite.rollout.back_pressure import PATIENCE, InOrder
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord
 

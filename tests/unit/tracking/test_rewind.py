@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_tracker import game
 
 from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_part
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.rewind import rewind
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import Tracker
@@ -77,3 +79,15 @@ def test_later_games_stay_only_if_an_evaluation_includes_them(tmp_path: Path) ->
     tracker.close()
     rewind(tmp_path, update=1, num_games=4, in_flight={1, 3}, is_repeated=lambda line: False)
     assert [record["game_idx"] for record in read_part(tmp_path / "games.jsonl")] == [0, 2, 3]
+
+
+ODD_LINES = ("null", "[1]", "3", '"x"', "{}", '{"step": [1], "model": 1, "game_idx": [], "eval_label": null}')
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+@pytest.mark.parametrize("name", ["metrics", "league", "alarms", "games", "eval"])
+def test_line_that_no_run_writes_is_named_by_a_resume(tmp_path: Path, name: str, line: str) -> None:
+    start(tmp_path).close()
+    (tmp_path / f"{name}.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UnstableError, match=rf"{name}\.jsonl, line 1\b"):
+        rewind(tmp_path, update=1, num_games=4, in_flight=(), is_repeated=lambda line: line["model"] == "x")

@@ -16,22 +16,21 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from rich.console import Console
 
+from fakes.game_records import make_generation, make_record, make_spec
 from unstable_lite.config.tracking import TrackerConfig
-from unstable_lite.dashboards.terminal import evaluation_tables
+from unstable_lite.dashboards.terminal import evaluation_tables, remark_lines
 from unstable_lite.files import read_part, read_records, to_line
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.tracking.evaluations import Evaluation, Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, wilson_interval
+from unstable_lite.tracking.records import JsonlSink, transcript
 from unstable_lite.tracking.tracker import Tracker
-from unstable_lite.tracking.transcripts import transcript
 from unstable_lite.tracking.windows import WINDOW
 from unstable_lite.types import (
-    AgentSpec,
     Forced,
     GameEnd,
     GameKind,
     GameRecord,
-    GameSpec,
     Generation,
     Histogram,
     ModelRef,
@@ -57,15 +56,8 @@ class RecordingSink:
         pass
 
 
-def generation(version: int = 3) -> Generation:
-    return Generation(
-        prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=np.array([5, 6, 7, 8], np.int32),
-        logprobs=np.array([-0.25, -0.5, -1.0, -2.0], np.float32),
-        text="answer",
-        finish_reason="stop",
-        adapter_version=version,
-    )
+def generation() -> Generation:
+    return make_generation([5, 6, 7, 8], [-0.25, -0.5, -1.0, -2.0], prompt_ids=[1, 2], text="answer", adapter_version=3)
 
 
 def game(
@@ -77,13 +69,6 @@ def game(
     label: str | None = None,
 ) -> GameRecord:
     """Return a game of two turns: `model` at seat 0, a fixed opponent at seat 1."""
-    agents = tuple(
-        AgentSpec(pid=pid, model=m, collect_data=c, prompt_template="tiny", action_extraction_fn="default")
-        for pid, m, c in ((0, model, kind == "train"), (1, RANDOM, False))
-    )
-    spec = GameSpec(
-        game_idx=7, kind=kind, env_id="E", num_players=2, seed=2, agent_specs=agents, max_turns=9, eval_label=label
-    )
     step = Step(
         pid=0,
         obs="prompt",
@@ -99,16 +84,12 @@ def game(
         pid=0, observation="state", text="answer", action="a", format_ok=True, seconds=0.5, generation=generation()
     )
     answer = Turn(pid=1, observation="state 2", text="b", action="b", format_ok=True, seconds=0.25)
-    winner = max(rewards)
-    return GameRecord(
-        spec=spec,
+    is_training = kind == "train"
+    return make_record(
+        make_spec(model, RANDOM, kind=kind, trained=[0] * is_training, game_idx=7, eval_label=label),
+        *rewards,
         turns=[turn, answer],
-        trajectories=[trajectory] if kind == "train" else [],
-        rewards=dict(enumerate(rewards)),
-        outcomes={
-            pid: ("draw" if rewards[0] == rewards[1] else "win" if reward == winner else "loss")
-            for pid, reward in enumerate(rewards)
-        },
+        trajectories=[trajectory] * is_training,
         end=end,
         invalid_pids=invalid_pids,
         seconds=0.75,
@@ -149,35 +130,16 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None
     tracker.add_record(game(end="void"))
     tracker.log_update(1, {})
     metrics = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
-    assert metrics == {
-        "reward": 0.25,
-        "Points": 0.625,
-        "Win Rate": 0.5,
-        "Loss Rate": 0.25,
-        "Draw": 0.25,
-        "Ended by own invalid move": 0.25,
-        "Ended by others' invalid move": 0.25,
-        "Truncated": 0.25,
-        "Game Length": 2,
-        "Time per Game (s)": 0.75,
-        "n": 4,
-        "Reward (pid=0)": 0.25,
-        "Win Rate (pid=0)": 0.5,
-        "n (pid=0)": 4,
-        "Respone Length (char)": 6,
-        "Response Length (token)": 4,
-        "Observation Length (char)": 6,
-        "Format Success Rate - correct_answer_format": 1,
-        "Format Success Rate - invalid_move": 0.25,
-        "Cut Off Rate": 0.25,
-        "Thinking Cut Rate": 0.25,
-        "Time per Turn (s)": 0.5,
-        "n (turns)": 4,
-        "Time per Token (s)": 0.125,
-        "Adapter Versions": 1,
-        "n (answered)": 4,
-        "step": 4,
-    }
+    ended = {"Ended by own invalid move": 0.25, "Ended by others' invalid move": 0.25, "Truncated": 0.25}
+    outcome = {"reward": 0.25, "Points": 0.625, "Win Rate": 0.5, "Loss Rate": 0.25, "Draw": 0.25, **ended}
+    seat = {"Reward (pid=0)": 0.25, "Win Rate (pid=0)": 0.5, "n (pid=0)": 4}
+    length = {"Respone Length (char)": 6, "Response Length (token)": 4, "Observation Length (char)": 6}
+    form = {"correct_answer_format": 1, "invalid_move": 0.25}
+    cut = {"Cut Off Rate": 0.25, "Thinking Cut Rate": 0.25}
+    time = {"Time per Game (s)": 0.75, "Time per Turn (s)": 0.5, "Time per Token (s)": 0.125}
+    counts = {"n": 4, "n (turns)": 4, "n (answered)": 4, "step": 4, "Game Length": 2, "Adapter Versions": 1}
+    formats = {f"Format Success Rate - {name}": share for name, share in form.items()}
+    assert metrics == outcome | seat | length | formats | cut | time | counts
     assert sink.lines[-1][1]["run/void_games"] == 1
     assert sink.lines[-1][1]["exploration/E/Unique Actions"] == 1
     tracker.close()
@@ -236,9 +198,10 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None
     assert restored.evaluation("a", "b", 0, "E", "x") == tally.evaluation("a", "b", 0, "E", "x")
 
 
-def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path) -> None:
+def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstable_lite.tracking.tracker.TRANSCRIPT_EVERY", 2)
     sink = RecordingRichSink()
-    tracker = make_tracker(tmp_path, sink, transcript_every=2)
+    tracker = make_tracker(tmp_path, sink)
     spread = [Histogram(name="advantage", edges=(0.0, 1.0), counts=(3,))]
     tracker.add_record(game(kind="eval"))
     tracker.log_update(1, {}, spread)
@@ -254,6 +217,49 @@ def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path) -> None:
         assert fact in text
     assert text.index("turn 0: player 0") < text.index("state") < text.index("answer") < text.index("turn 1: player 1")
     tracker.close()
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    "error", [OverflowError("int too big"), KeyError("x"), RuntimeError(), OSError("quota"), UnprintableError()]
+)
+def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path: Path, error: Exception) -> None:
+    class FailingSink(RecordingRichSink):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step < 3:
+                raise error
+            super().log(step, metrics)
+
+        def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
+            raise error
+
+        def close(self) -> None:
+            raise error
+
+    failing, healthy, reported = FailingSink(), RecordingSink(), list[str]()
+    tracker = Tracker(tmp_path, [failing, healthy], TrackerConfig(), reported.append)
+    histograms = [Histogram(name="ratio", edges=(0.0, 1.0), counts=(1,))]
+    for step in (1, 2, 3):
+        tracker.log_update(step, {"learner/loss": 1.0}, histograms)
+    assert len(reported) == len(tracker.alarms) == 1
+    assert "cannot write FailingSink: " in reported[0] and "orchestrator.log" in reported[0]
+    assert type(error).__name__ in reported[0]
+    assert (tracker.lost_records, len(healthy.lines), len(failing.lines)) == (5, 3, 1)
+    tracker.close()
+    with pytest.raises(KeyboardInterrupt), tracker._failures.survived("sink"):
+        raise KeyboardInterrupt
+
+
+def test_metrics_that_no_json_holds_do_not_end_the_run(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, [JsonlSink(tmp_path / "metrics.jsonl")], TrackerConfig())
+    for step, value in ((1, 2**70), (2, 10**4000), (3, 1)):
+        tracker.log_update(step, {"opponents/tokens": value})
+    tracker.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
 
 
 def test_transcript_length_is_bounded(tmp_path: Path) -> None:
@@ -327,6 +333,77 @@ def test_run_seconds_continue_from_the_checkpoint(tmp_path: Path) -> None:
     resumed.close()
 
 
+def ended(reason: str, end: GameEnd = "void", **made: Any) -> GameRecord:
+    record = game(end=end, **made)
+    record.reason = reason
+    return record
+
+
+def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path: Path) -> None:
+    sink = RecordingSink()
+    tracker = make_tracker(tmp_path, sink)
+    tracker.log_update(1, {})
+    for record in [*[ended("context_full", "truncated")] * 2, ended("network"), game()]:
+        tracker.add_record(record)
+    mirror = ended("context_full", "truncated")
+    agents = tuple(replace_struct(agent, model=BASE) for agent in mirror.spec.agent_specs)
+    mirror.spec = replace_struct(mirror.spec, agent_specs=agents)
+    tracker.add_record(mirror)
+    tracker.log_update(2, {})
+    before, after = ({name: x for name, x in line.items() if name.startswith("ended/")} for _, line in sink.lines)
+    of_random = {"ended/E (scripted:random)/context_full": 2, "ended/E (scripted:random)/network": 1}
+    assert (before, after) == ({}, of_random | {"ended/E (mirror)/context_full": 1})
+    assert tracker.ended_early()[0] == "2 context_full in E (scripted:random)"
+    resumed = make_tracker(tmp_path / "..")
+    state = json.loads(json.dumps(tracker.state_dict()))
+    resumed.resume(state, [])
+    assert resumed.ended == tracker.ended
+    del state["ended"]  # as a run of before saved it
+    resumed.resume(state, [])
+    lines = list(read_records(tmp_path / "games.jsonl"))
+    assert [line["reason"] for line in lines] == ["context_full", "context_full", "network", "", "context_full"]
+    tracker.close()
+    resumed.close()
+
+
+def test_evaluation_says_why_games_have_no_result_and_its_bounds() -> None:
+    def evaluated(*records: GameRecord) -> Evaluation:
+        for index, record in enumerate(records):
+            record.spec = replace_struct(record.spec, game_idx=index)
+        return summarise_evaluation("before", 0, BASE, "E", "o", records)
+
+    few = evaluated(*[game(kind="eval") for _ in range(49)], ended("network", kind="eval"))
+    assert few.remarks == []
+    full = [ended("context_full", "truncated", kind="eval", rewards=(0.0, 0.0)) for _ in range(4)]
+    many = evaluated(*[game(kind="eval") for _ in range(4)], *full, ended("network", kind="eval"), game(kind="eval"))
+    (remark,) = many.remarks
+    bounds = "50.0% of the points had all of these been lost, 100.0% had they been won"
+    assert remark == f"4 context_full, 1 network of 10 games: {bounds}"
+    assert remark in many.describe()
+    assert remark_lines([many]) == [f"before, E against o: {remark}"]
+    line = line_of(many)
+    assert line["remarks"] == [remark] and Evaluation.from_json(line).remarks == [remark]
+    for name in ("reasons", "full_points", "ended_invalid", "remarks"):
+        del line[name]  # as a run of before wrote it
+    assert Evaluation.from_json(line).remarks[0].startswith("1 void of 10 games")
+    tally = Tally()
+    tally.load_state_dict({"void": 3, "games": [["win", 1.0, False, 0, 0]]})
+    assert (tally.evaluation("l", "m", 0, "E", "o").void, tally.evaluation("l", "m", 0, "E", "o").n) == (3, 1)
+
+
+def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
+    def evaluated(num_invalid: int) -> Evaluation:
+        tally = Tally()
+        for number in range(10):
+            end = "invalid" if number < num_invalid else "natural"
+            tally.add("win" if number % 2 else "loss", 0.0, own_invalid=number == 0 < num_invalid, end=end, reason="")
+        return tally.evaluation("l", "m", 0, "E", "base")
+
+    assert evaluated(1).remarks == []
+    assert evaluated(9).remarks == ["90% of the games ended by an invalid move"]
+    assert "50.0% of the points" in evaluated(9).describe() and "90% of the games" in evaluated(9).describe()
+
+
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.registry is not None
@@ -341,20 +418,9 @@ def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: P
     tracker.end_evaluations(still_playing={"ckpt-5"})
     tracker.close()
     base, later = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    recorded = {
-        key: base[key] for key in ("label", "model", "step", "n", "wins", "draws", "losses", "void", "mean_reward")
-    }
-    assert recorded == {
-        "label": "concurrent",
-        "model": "base",
-        "step": 0,
-        "n": 3,
-        "wins": 2,
-        "draws": 1,
-        "losses": 0,
-        "void": 1,
-        "mean_reward": pytest.approx(2 / 3),
-    }
+    counts = {"n": 3, "wins": 2, "draws": 1, "losses": 0, "void": 1, "mean_reward": pytest.approx(2 / 3)}
+    expected = {"label": "concurrent", "model": "base", "step": 0, **counts}
+    assert {key: base[key] for key in expected} == expected
     assert base["interval"] == list(wilson_interval(2, 3))
     assert (later["model"], later["step"], later["n"], later["invalid"]) == ("ckpt-5", 5, 1, 1)
     assert later["reward_interval"] == [None, None]  # one game has no spread
@@ -362,6 +428,11 @@ def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: P
 
 
 def test_points_interval_has_its_nominal_coverage() -> None:
+    tally = Tally()
+    for outcome in ("win", "draw", "draw", "loss", "loss"):
+        tally.add(outcome, 0.0, own_invalid=False)
+    line = line_of(tally.evaluation("l", "m", 0, "E", "o"))
+    assert (line["points"], line["win_rate"], line["points_interval"]) == (0.4, 0.2, list(points_interval(1, 2, 2)))
     assert points_interval(7, 0, 13) == wilson_interval(7, 20)
     assert points_interval(0, 0, 0) == (0.0, 1.0)
     low, high = points_interval(0, 400, 0)
@@ -381,15 +452,6 @@ def line_of(evaluation: Evaluation) -> dict[str, Any]:
     """Return the line of eval.jsonl as it is read."""
     line: dict[str, Any] = json.loads(to_line(evaluation.to_json()))
     return line
-
-
-def test_points_count_draws_half() -> None:
-    tally = Tally()
-    for outcome in ("win", "draw", "draw", "loss", "loss"):
-        tally.add(outcome, 0.0, own_invalid=False)
-    line = line_of(tally.evaluation("l", "m", 0, "E", "o"))
-    assert (line["points"], line["win_rate"]) == (0.4, 0.2)
-    assert line["points_interval"] == list(points_interval(1, 2, 2))
 
 
 def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
@@ -491,41 +553,22 @@ async def test_train_data_of_each_update_is_one_file(tmp_path: Path) -> None:
     files = sorted((tmp_path / "train_data").iterdir())
     assert [file.name for file in files] == ["step-000001.jsonl.gz", "step-000002.jsonl.gz"]
     assert [len(list(read_part(file))) for file in files] == [2, 3]
-    row = next(read_part(files[0]))
-    assert row == {
-        "pid": 0,
-        "obs": "prompt",
-        "act": "answer",
-        "reward": 0.5,
-        "env_id": "E",
-        "step_info": step.step_info,
-        "format_feedback": {"correct_answer_format": True, "invalid_move": False},
-        "prompt_tokens": 2,
-        "completion_tokens": 4,
-        "finish_reason": "stop",
-        "adapter_version": 3,
-        "staleness": 1,
-    }
+    said = {"pid": 0, "obs": "prompt", "act": "answer", "reward": 0.5, "env_id": "E", "step_info": step.step_info}
+    sampled = {"prompt_tokens": 2, "completion_tokens": 4, "finish_reason": "stop", "adapter_version": 3}
+    feedback = {"correct_answer_format": True, "invalid_move": False}
+    assert next(read_part(files[0])) == {**said, **sampled, "format_feedback": feedback, "staleness": 1}
 
 
 async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     (tmp_path / "train_data").rmdir()
     await tracker.add_train_data(1, 0, [])
-    assert tracker._train_data is not None
     tracker._train_data._thread.submit((tmp_path / "train_data").mkdir)
     await tracker.add_train_data(2, 1, [])
     tracker.close()
     (alarm,) = tracker.alarms
     assert "step-000001.jsonl.gz" in alarm
     assert [path.name for path in (tmp_path / "train_data").iterdir()] == ["step-000002.jsonl.gz"]
-
-
-async def test_train_data_can_be_switched_off(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path, keep_train_data=False)
-    await tracker.add_train_data(1, 0, game().trajectories[0].steps)
-    tracker.close()
-    assert not (tmp_path / "train_data").exists()
 
 
 @pytest.mark.parametrize("keep_tokens", [False, True])
@@ -563,3 +606,39 @@ def test_interface_info_has_ratings_matches_speed_and_diversity(tmp_path: Path) 
     assert info["Game Length"] == 2
     assert info["Format Success Rate - correct_answer_format"] == 1
     assert info["Format Success Rate - invalid_move"] == 0.5
+
+
+class BrokenSink:
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+        raise RuntimeError("this sink cannot be closed")
+
+
+def start_of_a_resume(tmp_path: Path, *sinks: BrokenSink) -> Tracker:
+    """Return a tracker with an open evaluation of a checkpoint that the registry does not have yet."""
+    tracker, tally = Tracker(tmp_path, sinks, TrackerConfig()), Tally()
+    tally.add("win", 1.0, False)
+    tracker.registry = ModelRegistry()
+    pending = {"tallies": [["ckpt-23", "E", "scripted:random", tally.state_dict()]]}
+    tracker.resume(tracker.state_dict() | pending, [])
+    return tracker
+
+
+def test_failed_start_of_a_resume_leaves_open_evaluations_to_the_next(tmp_path: Path) -> None:
+    start_of_a_resume(tmp_path).close()
+    assert (tmp_path / "eval.jsonl").read_text() == ""
+
+
+def test_every_sink_is_closed_although_one_of_them_fails(tmp_path: Path) -> None:
+    sinks = BrokenSink(), BrokenSink()
+    tracker = start_of_a_resume(tmp_path, *sinks)
+    tracker.close()
+    assert all(sink.is_closed for sink in sinks)
+    assert "BrokenSink" in tracker.alarms[0] and "cannot be closed" in tracker.alarms[0]
+    with pytest.raises(ValueError, match="closed file"):
+        tracker._games_file.write({})

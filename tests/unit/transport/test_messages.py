@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
-from unstable_lite.transport.codec import PROTOCOL, decode, encode, pack_all, unpack_all
+from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode
 from unstable_lite.transport.messages import (
     MESSAGES,
     REPLIES,
@@ -51,7 +51,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
     if is_dataclass(hint) or _is_struct(hint):
         return _instances(hint)
-    if hint in (StepContext | None, Logprobs | None, TokenIds | None, Forced | None):
+    if hint in (StepContext | None, Logprobs | None, TokenIds | None, Forced | None, tuple[str, ...] | None):
         return st.none() | _values(get_args(hint)[0])
     if hint == tuple[str, ...]:
         return st.lists(st.text()).map(tuple)
@@ -136,7 +136,7 @@ class Arrays(msgspec.Struct, array_like=True):
 
 def test_number_format_of_an_array_is_read_from_its_type() -> None:
     sent = Arrays(ids=np.array([0, 5, 2**31 - 1], np.int32), logprobs=np.array([-0.5, -1e-9], np.float32))
-    (read,) = unpack_all(Arrays, pack_all([sent]))
+    (read,) = decode_values(Arrays, encode([sent]))
     for name in ("ids", "logprobs"):
         np.testing.assert_array_equal(getattr(read, name), getattr(sent, name), strict=True)
 
@@ -182,7 +182,7 @@ _json_like = st.recursive(
 def _assert_well_typed(value: Any, hint: Any) -> None:
     if hint in (TokenIds, Logprobs):
         assert value.dtype == ("<i4" if hint == TokenIds else "<f4")
-    elif hint in (StepContext | None, Logprobs | None):
+    elif hint in (StepContext | None, Logprobs | None, TokenIds | None):
         if value is not None:
             _assert_well_typed(value, get_args(hint)[0])
     elif is_dataclass(hint) or _is_struct(hint):
@@ -321,10 +321,10 @@ def test_sender_refuses_a_message_that_no_frame_can_hold(
 
 def test_steps_on_disk_are_checked_in_the_same_way() -> None:
     failed = Failed(request_id=1, error="x")
-    assert unpack_all(Failed, pack_all([failed])) == [failed]
+    assert decode_values(Failed, encode([failed])) == [failed]
     for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
         with pytest.raises(ProtocolError):
-            unpack_all(Failed, msgpack.packb(content))
+            decode_values(Failed, msgpack.packb(content))
 
 
 def test_oversized_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,10 @@ import jinja2
 
 from unstable_lite.dashboards.report.games import read_games
 from unstable_lite.dashboards.report.page import render
-from unstable_lite.dashboards.report.prompts import templates_by_env
-from unstable_lite.dashboards.report.runs import read_runs
-from unstable_lite.dashboards.report.tokens import find_tokenizer
+from unstable_lite.dashboards.run_directory import read_runs
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced, understood
+from unstable_lite.models.local_tokenizer import find_tokenizer
 
 MAX_GAMES = 2000
 
@@ -39,33 +38,23 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
     max_games: most transcripts per run of training games, of evaluation games and of void games, evenly spread over
     the run. Raises UnstableError if a directory is not a run's or cannot be read, or if the extra `report` is missing.
     """
-    plotly_js = _plotly_js()
-    runs = read_runs(directories)
-    games = []
-    for run in runs:
-        with understood(run.directory):
-            tokenizer = find_tokenizer(str(run.config["model_name"]))
-            games.append(read_games(run.directory, tokenizer, max_games, templates_by_env(run.config)))
-    directories_read = ", ".join(str(run.directory) for run in runs)
-    try:
-        with understood(directories_read):
-            page = render(runs, games, plotly_js)
-    except jinja2.UndefinedError as error:  # a config without a key that every run writes
-        raise UnstableError(f"{directories_read}: its files are not as a run writes them ({error})") from error
-    with replaced(output) as partial:
-        partial.write_bytes(page)
-    return Written(
-        path=output,
-        size_bytes=len(page),
-        games=sum(len(of_run.kept) for of_run in games),
-        games_read=sum(of_run.num_read for of_run in games),
-    )
-
-
-def _plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise UnstableError("a report needs plotly: pip install 'unstable-lite[report]'") from None
-    source: str = get_plotlyjs()
-    return source
+    runs, games = read_runs(directories), []
+    for run in runs:
+        with understood(run.directory):
+            games.append(
+                read_games(run.directory, find_tokenizer(str(run.config["model_name"])), max_games, run.config)
+            )
+    directories_read = ", ".join(str(run.directory) for run in runs)
+    try:
+        with understood(directories_read):
+            page = render(runs, games, get_plotlyjs())
+    except jinja2.UndefinedError as error:  # a config without a key that every run writes
+        raise UnstableError(f"{directories_read}: its files are not as a run writes them ({error})") from error
+    with replaced(output) as partial:
+        partial.write_bytes(page)
+    num_kept, num_read = sum(len(of_run.kept) for of_run in games), sum(of_run.num_read for of_run in games)
+    return Written(path=output, size_bytes=len(page), games=num_kept, games_read=num_read)

@@ -1,6 +1,7 @@
 """Read the games of a run: an even sample of transcripts, with the trained data of each turn, and all outcomes.
 
-This takes one pass over the records; a sample that grows too large is halved.
+This takes one pass over the records; a sample that grows too large is halved. A run keeps neither the prompts of turns
+that were not trained on, which its config gives, nor the texts of tokens, which its tokenizer gives.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from pydantic import ValidationError
 
-from unstable_lite.dashboards.report.tokens import pieces
+from unstable_lite.config.games import TemplateConfig
 from unstable_lite.files import read_part, read_records
-from unstable_lite.games.templates import Template
-from unstable_lite.games.thinking import END_OF_THINKING
-from unstable_lite.league.ratings import mean_ranks
-from unstable_lite.tracking.train_data import train_files
+from unstable_lite.games.answers import KNOWN_TAGS
+from unstable_lite.games.templates import Template, known_templates
+from unstable_lite.league.ratings import placed, sides_of
+from unstable_lite.models.local_tokenizer import CUT, IncrementalDetokenizer
+from unstable_lite.tracking.records import train_files
 
 MAX_CHARS = 64_000_000
 """Most characters of the texts in one kind's sample; compressed, transcripts take a tenth to a fiftieth of that."""
@@ -52,14 +55,14 @@ class Sample:
 class RunGames:
     samples: dict[str, Sample]
     """Samples by kind: "train", "eval", "void"."""
-    kept: list[dict[str, Any]]
-    """Games of the samples by number. A turn is a table: see `_turn`."""
-    results: dict[Pair, Counter[str]]
-    """Outcomes of the first model of each pair in its games against the second."""
-    outcomes: dict[str, Counter[str]]
-    """Outcomes of games against other models, by model."""
-    ends: Counter[str]
     tokenizer_found: bool
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """Games of the samples by number. A turn is a table: see `_turn`."""
+    results: dict[Pair, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Outcomes of the first model of each pair in its games against the second."""
+    outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Outcomes of games against other models, by model."""
+    ends: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_read(self) -> int:
@@ -67,44 +70,31 @@ class RunGames:
 
 
 def read_games(
-    run: Path,
-    tokenizer: tokenizers.Tokenizer | None,
-    max_games: int,
-    templates: Mapping[tuple[str, str], Template] | None = None,
+    run: Path, tokenizer: tokenizers.Tokenizer | None, max_games: int, config: Mapping[str, Any] | None = None
 ) -> RunGames:
-    """Read the games. templates: those of turns that were not trained on, by kind of game and env id."""
+    """Read the games. config: the run's config.toml, for prompts of turns that were not trained on, and thoughts."""
     samples = {kind: Sample(max_games) for kind in ("train", "eval", "void")}
-    results: dict[Pair, Counter[str]] = defaultdict(Counter)
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    ends: Counter[str] = Counter()
+    games = RunGames(samples=samples, tokenizer_found=tokenizer is not None)
     for game in read_records(run / "games.jsonl"):
-        ends[game["end"]] += 1
-        if game["end"] == "void":
-            samples["void"].add(game)
-        else:
-            samples[game["kind"]].add(game)
-            if "branch_turn" not in game:  # others played its first turns
-                _count_results(game, results)
-                _count_outcomes(game, outcomes)
-    kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
-    trained = _trained_turns(run, {game["game_idx"] for game in kept if game["kind"] == "train"})
-    for game in kept:
-        template = (templates or {}).get((game["kind"], game["env_id"]))
+        games.ends[game["end"]] += 1
+        samples["void" if game["end"] == "void" else game["kind"]].add(game)
+        if game["end"] != "void" and "branch_turn" not in game:  # others played its first turns
+            _count_results(game, games.results)
+            _count_outcomes(game, games.outcomes)
+    games.kept = sorted((game for of in samples.values() for game in of.games), key=lambda game: game["game_idx"])
+    trained = _trained_turns(run, {game["game_idx"] for game in games.kept if game["kind"] == "train"})
+    templates, closes = templates_by_env(config or {}), closing_tags(config or {})
+    for game in games.kept:
+        template = templates.get((game["kind"], game["env_id"]))
         served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
-        game["turns"] = [
-            _turn(turn, trained.get((game["game_idx"], turn[0], index)), tokenizer)
-            | _prompt(turn, template if turn[0] in served else None, len(game["agents"]))
-            | ({"adapter": game["adapter_versions"][index]} if "adapter_versions" in game else {})
-            for index, turn in enumerate(game["turns"])
-        ]
-    return RunGames(
-        samples=samples,
-        kept=kept,
-        results=dict(results),
-        outcomes=dict(outcomes),
-        ends=ends,
-        tokenizer_found=tokenizer is not None,
-    )
+        for index, turn in enumerate(game["turns"]):
+            of_batch = trained.get((game["game_idx"], turn[0], index))
+            made = game["turns"][index] = _turn(turn, of_batch, tokenizer, closes)
+            if template is not None and made["pid"] in served:  # regardless of the special tokens of the run's model
+                made["prompt"] = _around(template.prompt(made["obs"], len(game["agents"])), made["obs"])
+            if "adapter_versions" in game:
+                made["adapter"] = game["adapter_versions"][index]
+    return games
 
 
 def _chars(game: Mapping[str, Any]) -> int:
@@ -119,12 +109,15 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
 
 
 def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
-    """Count one result of each model against each other one; as in ratings, the better mean rank of the seats wins."""
+    """Count one result of each model against each other one; as in ratings, the better mean rank or team wins."""
     uids = {agent["pid"]: agent["model"] for agent in game["agents"]}
-    places = mean_ranks(uids, {pid: game["rewards"][str(pid)] for pid in uids})
+    rewards = {pid: game["rewards"][str(pid)] for pid in uids}
+    teams = {int(pid): team for pid, team in game["teams"].items()} if "teams" in game else None
+    places = placed(sides_of(uids, rewards, teams))
     for model, other in permutations(places, 2):
-        behind = places[model] - places[other]
-        results[model, other]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
+        (side, place), (other_side, other_place) = places[model], places[other]
+        if side != other_side:
+            results[model, other]["draw" if place == other_place else "loss" if place > other_place else "win"] += 1
 
 
 def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) -> None:
@@ -154,9 +147,19 @@ def _trained_turns(run: Path, games: set[int]) -> dict[tuple[int, int, int], dic
     return trained
 
 
-def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
-    """Return `obs`, `text`, `action` …, `trained` if a batch had the turn, and `tokens` if the run kept them."""
+def _turn(
+    turn: list[Any],
+    trained: Mapping[str, Any] | None,
+    tokenizer: tokenizers.Tokenizer | None,
+    closes: Sequence[str],
+) -> dict[str, Any]:
+    """Return `obs`, `text`, `action` …, `trained` if a batch had the turn, and `tokens` if the run kept them.
+
+    `close` is the one of `closes` that ends the last thought.
+    """
     made = dict(zip(("pid", "obs", "text", "action", "format_ok", "seconds", "tokens"), turn, strict=False))
+    if found := [close for close in closes if close in made["text"]]:
+        made["close"] = max(found, key=made["text"].rfind)
     if trained is not None:
         info = trained["step_info"]
         made["trained"] = {
@@ -168,17 +171,67 @@ def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokeniz
             "learner_logprobs": trained.get("learner_logprobs"),
         }
     if sampled := made.get("tokens"):
-        text = made["text"].replace(END_OF_THINKING, "", 1) if "forced" in sampled else made["text"]
+        text = made["text"]
+        if tokenizer is not None and "forced" in sampled:
+            text = text.replace(tokenizer.decode(sampled["forced"]["ids"], skip_special_tokens=False), "", 1)
         made["tokens"] = sampled | {"pieces": pieces(sampled["completion_ids"], text, tokenizer)}
     return made
-
-
-def _prompt(turn: Sequence[Any], template: Template | None, num_players: int) -> dict[str, Any]:
-    """Return `prompt` as the template makes it, regardless of the special tokens of the run's model."""
-    return {} if template is None else {"prompt": _around(template.prompt(turn[1], num_players), turn[1])}
 
 
 def _around(prompt: str, observation: str) -> list[str]:
     """Return the prompt's parts before and after the observation, or the whole prompt if it does not contain that."""
     before, found, after = prompt.partition(observation)
     return [before, after] if found else [prompt]
+
+
+def templates_by_env(config: Mapping[str, Any]) -> dict[tuple[str, str], Template]:
+    """Return the templates by kind of game and env id. `config`: a run's config.toml.
+
+    Chat templates, which a tokenizer lays out, are left out, and so are envs with several templates.
+    """
+    known, names = known_templates(_own_templates(config)), defaultdict(set)
+    for kind in ("train", "eval"):
+        for env in config.get(f"{kind}_envs", ()):
+            names[kind, env["env_id"]].add(env.get("prompt_template", "default"))
+    found = {key: known.get(one) for key, (one, *others) in names.items() if not others}
+    return {key: template for key, template in found.items() if isinstance(template, Template)}
+
+
+def closing_tags(config: Mapping[str, Any]) -> list[str]:
+    """Return the texts that may close a thought in a run."""
+    own = [made.think for made in _own_templates(config).values() if made.think is not None]
+    return [tags[1] for tags in (*own, *KNOWN_TAGS)]
+
+
+def _own_templates(config: Mapping[str, Any]) -> dict[str, TemplateConfig]:
+    try:
+        return {name: TemplateConfig.model_validate(made) for name, made in config.get("templates", {}).items()}
+    except ValidationError:  # of another version
+        return {}
+
+
+def pieces(ids: Sequence[int], text: str, tokenizer: tokenizers.Tokenizer | None) -> list[tuple[str, int]] | None:
+    """Return the text of `ids` in order, in pieces with their numbers of tokens; special tokens are visible.
+
+    Tokens that are parts of one character form one piece. None without a tokenizer, or if the tokens do not give
+    `text`, because the tokenizer is then not the run's.
+    """
+    if tokenizer is None:
+        return None
+    whole: str = tokenizer.decode(ids, skip_special_tokens=True)
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special:  # tags of thoughts are in the text even if they are special
+            whole, text = whole.replace(token.content, ""), text.replace(token.content, "")
+    if not whole.startswith(text.rstrip(CUT)):
+        return None
+    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    made: list[tuple[str, int]] = []
+    waiting = 0
+    for token_id in ids:
+        waiting += 1
+        if piece := stream.step(token_id):
+            made.append((piece, waiting))
+            waiting = 0
+    if waiting:  # the completion ends within a character
+        made.append((CUT, waiting))
+    return made

@@ -13,19 +13,20 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
 from unstable_lite.config.games import against
+from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
-from unstable_lite.dashboards.report.runs import RunData, groups_of
-from unstable_lite.dashboards.standings import Result, Results, Standing, age, choose, find_strongest, name_of
+from unstable_lite.dashboards.run_directory import RunData, groups_of
+from unstable_lite.tracking.displayed_metrics import METRICS
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, t_95
 
 HERE = Path(__file__).parent
@@ -41,38 +42,34 @@ STEPS = re.compile(r"collection-(.+)/Steps (Played|Trained|Dropped)(?: \((.+) tu
 def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
     script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
     index, pages = _games_data(games)
+    groups, read = groups_of(runs), list(zip(runs, games, strict=True))
     data = {
-        "groups": [group.label for group in groups_of(runs)],
+        "groups": [group.label for group in groups],
         "runs": [_run_data(run) for run in runs],
         "games": index,
+        "metrics": [metric._asdict() for metric in METRICS.values()],
     }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {
-        "percent": _percent,
-        "number": _number,
-        "count": "{:,}".format,
-        "duration": _duration,
-        "against": against,
-        "name": name_of,
-    }
+    environment.filters |= {"number": "{:.3g}".format, "count": "{:,}".format, "against": against, "name": name_of}
+    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "duration": _duration}
+    sources = f"style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} {_hash(plotly_js)}"
     page = environment.get_template("page.html.jinja").render(
         runs=runs,
-        games=list(zip(runs, games, strict=True)),
-        groups=groups_of(runs),
+        games=read,
+        groups=groups,
         title=_title(runs),
         changes=list(_changes(runs)),
         steps=[(run, row) for run in runs for row in _steps(run)],
-        evaluations=list(_evaluation_tables(runs)),
-        ladders=[(run, _ladder(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
-        matrices=[(run, _matrix(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
+        evaluations=_evaluation_tables(runs),
+        ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
+        matrices=[(run, _matrix(run, of_run)) for run, of_run in read],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
         style=style,
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} "
-        f"{_hash(plotly_js)}",
+        policy=f"default-src 'none'; {sources}",
         blobs={"plotly": _blob(plotly_js), "data": _blob(json.dumps(data))}
         | {f"games-{number}": _blob(json.dumps(page)) for number, page in enumerate(pages)},
     )
@@ -107,36 +104,48 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
     index: list[dict[str, Any]] = []
     pages: list[list[Any]] = [[]]
     chars = 0
-    for run, of_run in enumerate(games):
-        for game in of_run.kept:
-            if chars > PAGE_CHARS:
-                pages.append([])
-                chars = 0
-            players = [
-                {"pid": agent["pid"], "model": agent["model"]}
-                | {name: game[f"{name}s"].get(str(agent["pid"])) for name in ("reward", "outcome")}
-                for agent in game["agents"]
-            ]
-            index.append(
-                {
-                    "run": run,
-                    "number": game["game_idx"],
-                    "kind": game["kind"],
-                    "env": game["env_id"],
-                    "end": game["end"],
-                    "players": players,
-                    "policy": policy_seats(game),
-                    "invalid": game["invalid_pids"],
-                    "turns": len(game["turns"]),
-                    "label": game["eval_label"] or "",
-                    "page": len(pages) - 1,
-                    "place": len(pages[-1]),
-                }
-            )
-            whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
-            pages[-1].append(whole)
-            chars += len(json.dumps(whole))
+    for run, game in ((run, game) for run, of_run in enumerate(games) for game in of_run.kept):
+        if chars > PAGE_CHARS:
+            pages.append([])
+            chars = 0
+        players = [
+            {"pid": agent["pid"], "model": agent["model"]}
+            | {name: game[f"{name}s"].get(str(agent["pid"])) for name in ("reward", "outcome")}
+            for agent in game["agents"]
+        ]
+        index.append(
+            {
+                "run": run,
+                "number": game["game_idx"],
+                "kind": game["kind"],
+                "env": game["env_id"],
+                "end": game["end"],
+                "reason": game.get("reason", ""),
+                "players": players,
+                "policy": policy_seats(game),
+                "invalid": game["invalid_pids"],
+                "turns": len(game["turns"]),
+                "label": game["eval_label"] or "",
+                "page": len(pages) - 1,
+                "place": len(pages[-1]),
+            }
+        )
+        whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
+        whole["branch_turn"] = game.get("branch_turn", 0)
+        pages[-1].append(whole)
+        chars += len(json.dumps(whole))
     return index, pages
+
+
+class Pooled(NamedTuple):
+    """Points, or mean reward, of one group's runs at one update, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    games: int
+    spread: float | None
+    """Standard deviation over the seeds, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,20 +160,13 @@ class Change:
     opponent: str
     is_points: bool
     """Whether the values are points; else they are mean rewards, in single-player envs."""
-    first: float
-    first_interval: tuple[float, float]
-    last: float
-    last_interval: tuple[float, float]
+    updates: tuple[int, int]
+    first: Pooled
+    last: Pooled
     difference: tuple[float, float, float]
     """Difference with its 95 % interval: for one run from pairs of games with the same env seed; for several runs over
     the seeds."""
-    games: tuple[int, int]
-    """Number of games of the first and of the last evaluations."""
-    updates: tuple[int, int]
-    """Updates after which these were."""
     seeds: int
-    spread: tuple[float, float] | None
-    """Standard deviation over the seeds of the first and of the last values."""
 
     @property
     def verdict(self) -> str:
@@ -173,85 +175,79 @@ class Change:
 
 
 def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
-    found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = {}
+    """Yield a change for each group, env and opponent with evaluations at two updates that all of its seeds share."""
+    found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = defaultdict(list)
     for run in runs:
-        of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = {}
-        for row in run.lines("eval"):
-            if row["label"] != "concurrent" and row["n"]:
-                of_run.setdefault((run.group, row["env_id"], row["opponent"]), {})[row["step"]] = row
+        of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+        for row in run.evaluations():
+            if row["n"]:
+                of_run[run.group, row["env_id"], row["opponent"]][row["step"]] = row
         for key, by_update in of_run.items():
             if len(by_update) > 1:
-                found.setdefault(key, []).append(by_update)
-    for group, env_id, opponent in sorted(found):
-        series = found[group, env_id, opponent]
-        shared = set(series[0]).intersection(*series)
-        if len(shared) < 2:
-            continue
-        updates = min(shared), max(shared)
-        firsts, lasts = ([rows[update] for rows in series] for update in updates)
-        is_points = firsts[0]["points"] is not None
-        ends = [(_pooled_points if is_points else _pooled_reward)(rows) for rows in (firsts, lasts)]
-        (first, low_1, high_1), (last, low_2, high_2) = ends
-        name = "points" if is_points else "mean_reward"
-        between = _t_half([after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)])
-        # Newcombe's (1998) hybrid of the two intervals, or the difference between seeds if that is larger.
-        below = max(between, math.hypot(last - low_2, high_1 - first))
-        above = max(between, math.hypot(high_2 - last, first - low_1))
-        difference = (last - first, last - first - below, last - first + above)
-        pairs = paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ())) if len(series) == 1 else None
-        if pairs is not None:
-            difference = (pairs.mean, pairs.low, pairs.high)
-        spread = tuple(stdev(row[name] for row in rows) for rows in (firsts, lasts)) if len(series) > 1 else None
-        yield Change(
-            group=group,
-            env_id=env_id,
-            opponent=opponent,
-            is_points=is_points,
-            first=first,
-            first_interval=(low_1, high_1),
-            last=last,
-            last_interval=(low_2, high_2),
-            difference=difference,
-            games=(sum(row["n"] for row in firsts), sum(row["n"] for row in lasts)),
-            updates=updates,
-            seeds=len(series),
-            spread=None if spread is None else (spread[0], spread[1]),
-        )
+                found[key].append(by_update)
+    for (group, env_id, opponent), seeds in sorted(found.items(), key=lambda item: item[0]):
+        shared = set(seeds[0]).intersection(*seeds)
+        if len(shared) > 1:
+            updates = min(shared), max(shared)
+            firsts, lasts = ([rows[update] for rows in seeds] for update in updates)
+            yield Change(
+                group=group,
+                env_id=env_id,
+                opponent=opponent,
+                is_points=firsts[0]["points"] is not None,
+                updates=updates,
+                first=_pooled(firsts),
+                last=_pooled(lasts),
+                difference=_difference(firsts, lasts),
+                seeds=len(seeds),
+            )
 
 
-def _t_half(differences: Sequence[float]) -> float:
-    """Return half the 95 % t-interval of the mean gain over the seeds; 0 for one seed, which shows no variation."""
-    k = len(differences)
-    return t_95(k - 1) * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
+def _pooled(rows: Sequence[dict[str, Any]]) -> Pooled:
+    """Pool one evaluation of each run: their games, or, of a reward, their means, which count alike."""
+    games, name = sum(row["n"] for row in rows), _value_name(rows)
+    spread = stdev(row[name] for row in rows) if len(rows) > 1 else None
+    if name == "points":
+        wins, draws, losses = (sum(row[name] for row in rows) for name in ("wins", "draws", "losses"))
+        value = (wins + draws / 2) / (wins + draws + losses)
+        return Pooled(value, *points_interval(wins, draws, losses), games, spread)
+    below = above = 0.0
+    for row in rows:  # a single game has no interval
+        mean, std = row["mean_reward"], row["reward_std"]
+        low, high = (-math.inf, math.inf) if std is None else mean_interval(mean, std, row["n"])
+        below, above = math.hypot(below, mean - low), math.hypot(above, high - mean)
+    value = fmean(row["mean_reward"] for row in rows)
+    return Pooled(value, value - below / len(rows), value + above / len(rows), games, spread)
 
 
-def _pooled_points(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    wins, draws, losses = (sum(row[name] for row in rows) for name in ("wins", "draws", "losses"))
-    return (wins + draws / 2) / (wins + draws + losses), *points_interval(wins, draws, losses)
+def _value_name(rows: Sequence[dict[str, Any]]) -> str:
+    return "mean_reward" if rows[0]["points"] is None else "points"
 
 
-def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Return the mean of the runs, which count alike, and its interval; none with a run of a single game."""
-    means = [row["mean_reward"] for row in rows]
-    intervals = [
-        (-math.inf, math.inf) if row["reward_std"] is None else mean_interval(mean, row["reward_std"], row["n"])
-        for mean, row in zip(means, rows, strict=True)
-    ]
-    below, above = (
-        math.hypot(*(edge - mean for edge, mean in zip(edges, means, strict=True))) / len(rows)
-        for edges in zip(*intervals, strict=True)
-    )
-    return fmean(means), fmean(means) - below, fmean(means) + above
+def _difference(firsts: Sequence[dict[str, Any]], lasts: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """Return the difference with its interval.
+
+    Of one run that is the interval of the pairs of games with the same env seed, if it has them. Otherwise it is
+    Newcombe's (1998) hybrid of the two intervals, or the t-interval of the seeds' gains if that is wider.
+    """
+    if len(firsts) == 1 and (pairs := paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ()))):
+        return pairs.mean, pairs.low, pairs.high
+    first, last, name, seeds = _pooled(firsts), _pooled(lasts), _value_name(firsts), len(firsts)
+    gains = [after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)]
+    between = t_95(seeds - 1) * stdev(gains) / math.sqrt(seeds) if seeds > 1 else 0.0
+    gain = last.value - first.value
+    below = max(between, math.hypot(last.value - last.low, first.high - first.value))
+    above = max(between, math.hypot(last.high - last.value, first.value - first.low))
+    return gain, gain - below, gain + above
 
 
-def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """Yield (env, opponent, rows), with a row for each evaluated checkpoint of each run."""
-    tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:
+    """Return, for each env and opponent, a row for each evaluated checkpoint of each run."""
+    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
         for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
-            tables.setdefault((row["env_id"], row["opponent"]), []).append(row | {"run": run.label})
-    for (env_id, opponent), rows in sorted(tables.items()):
-        yield env_id, opponent, rows
+            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
+    return sorted(tables.items(), key=lambda item: item[0])
 
 
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
@@ -260,26 +256,21 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     Outcomes of games against other models are counted in the games that were read. `matters`: whether a printed page
     shows the model.
     """
-    ladder, against_others = run.league().ladder, run.league().results.games
-    rated = {uid: rows[-1] for uid, rows in run.ladder_rows.items() if against_others[uid]}
-    low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
-    high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
-    current = {standing.uid for standing in ladder if standing.is_current}
-    strongest = find_strongest(ladder, against_others)
-    matters = {standing.uid for standing in choose(ladder, against_others, MAX_PRINTED)}
+    ladder, met = run.league().ladder, run.league().results.games
+    rated = [standing for standing in ladder if met[standing.uid]]
+    low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
+    high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
+    strongest, matters = find_strongest(rated, met), choose(ladder, met, MAX_PRINTED)
     return [
-        {
-            "uid": uid,
-            "role": ", ".join(["current"] * (uid in current) + ["strongest"] * (uid == strongest)),
-            "matters": uid in matters,
-            "mu": mu,
-            "sigma": sigma,
-            "games": num_games,
-            "results": games.outcomes.get(uid, Counter[str]()),
-            "from": (mu - 2 * sigma - low) / (high - low),
-            "to": (mu + 2 * sigma - low) / (high - low),
+        one._asdict()
+        | {
+            "role": ", ".join(["current"] * one.is_current + ["strongest"] * (one.uid == strongest)),
+            "matters": one in matters,
+            "results": games.outcomes.get(one.uid, Counter[str]()),
+            "from": (one.mu - 2 * one.sigma - low) / (high - low),
+            "to": (one.mu + 2 * one.sigma - low) / (high - low),
         }
-        for uid, (_, mu, sigma, num_games) in sorted(rated.items(), key=lambda item: -item[1][1])
+        for one in rated
     ]
 
 
@@ -317,14 +308,6 @@ def _title(runs: Sequence[RunData]) -> str:
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
     return f"{', '.join(models)} on {', '.join(envs) or 'no env'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

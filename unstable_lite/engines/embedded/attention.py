@@ -74,14 +74,6 @@ class CachedAttention:
         start_R = count_R.cumsum() - count_R
         head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
         self._write_at = self._on_device((head_NH * max_len + position_N[:, None]).ravel())
-        self._buckets = self._sort(slot_R, start_R, count_R, position_N)
-
-    def _on_device(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.key_LSHTD.device)
-
-    def _sort(
-        self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
-    ) -> tuple[list[Bucket], Tensor]:
         buckets: list[Bucket] = []
         put_N = np.zeros(len(position_N), np.int64)
         num_results = 0
@@ -93,7 +85,10 @@ class CachedAttention:
             buckets.append(bucket)
             put_N[take_RQ[is_real_RQ]] = num_results + np.flatnonzero(is_real_RQ)
             num_results += take_RQ.size
-        return buckets, self._on_device(put_N)
+        self._buckets = buckets, self._on_device(put_N)
+
+    def _on_device(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self._cache.key_LSHTD.device)
 
     def _bucket(
         self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
@@ -119,34 +114,35 @@ class CachedAttention:
         """Return the keys that queries at these positions attend to, for each window of the model."""
         first, stop = int(position_RQ.min()), int(position_RQ.max()) + 1
         position_RQ1 = self._on_device(position_RQ[..., None])
+        by_width: dict[int, Keys] = {}
         # Windows that contain all positions so far share a mask.
-        widths = {min(window, stop) for window in self._windows}
-        by_width = {width: self._within(width, position_RQ1, first, stop) for width in widths}
+        for width in {min(window, stop) for window in self._windows}:
+            positions = slice(max(0, first - width + 1), stop)
+            key_T = torch.arange(positions.start, positions.stop, device=position_RQ1.device)
+            is_hidden_RQT = key_T > position_RQ1
+            if width < stop:
+                is_hidden_RQT |= key_T <= position_RQ1 - width
+            by_width[width] = Keys(positions, torch.where(is_hidden_RQT, self._hidden, self._visible)[:, None])
         return {window: by_width[min(window, stop)] for window in self._windows}
-
-    def _within(self, width: int, position_RQ1: Tensor, first: int, stop: int) -> Keys:
-        positions = slice(max(0, first - width + 1), stop)
-        key_T = torch.arange(positions.start, positions.stop, device=position_RQ1.device)
-        is_hidden_RQT = key_T > position_RQ1
-        if width < stop:
-            is_hidden_RQT |= key_T <= position_RQ1 - width
-        return Keys(positions, torch.where(is_hidden_RQT, self._hidden, self._visible)[:, None])
 
     def _attend(
         self,
         module: Any,
-        query_1HND: Tensor,
-        key_1HND: Tensor,
-        value_1HND: Tensor,
-        _mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG002
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Store keys and values of the N tokens, and attend with their queries."""
-        query_NHD = query_1HND[0].transpose(0, 1).contiguous()
+        """Store keys and values (1 × H × N × D) of the N tokens, and attend with their queries.
+
+        The parameters have transformers' names, because some models pass them by keyword.
+        """
+        query_NHD = query[0].transpose(0, 1).contiguous()
         keys_SHTD = self._cache.key_LSHTD[module.layer_idx]
         values_SHTD = self._cache.value_LSHTD[module.layer_idx]
-        for cached_SHTD, new_1HND in ((keys_SHTD, key_1HND), (values_SHTD, value_1HND)):
+        for cached_SHTD, new_1HND in ((keys_SHTD, key), (values_SHTD, value)):
             cached_SHTD.flatten(0, 2).index_copy_(0, self._write_at, new_1HND[0].transpose(0, 1).flatten(0, 1))
         buckets, put = self._buckets
         window = self._window_L[module.layer_idx]

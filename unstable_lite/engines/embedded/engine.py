@@ -2,7 +2,8 @@
 
 Continuous batching: a step is one forward pass over the new tokens of every running request, laid flat and grouped by
 adapter version, so that the stock model sees one row without padding. Owns admission, the pass, and the end of a
-completion. Knows no sockets.
+completion. The randomness of a request is a function of its seed and of the number of tokens that it has drawn. Knows
+no sockets.
 """
 
 from __future__ import annotations
@@ -17,25 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor
 
-from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
+from unstable_lite.engines.base import BASE, GREEDY_BELOW, EngineShell
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.engines.embedded.attention import CachedAttention
 from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 from unstable_lite.engines.lora import LoraModel, neighbours
-from unstable_lite.engines.request_checks import Throughput, check_length
-from unstable_lite.engines.sampling import sample, uniforms
-from unstable_lite.errors import ModelError, is_out_of_memory
-from unstable_lite.games.templates import chats_in_use
+from unstable_lite.errors import ModelError, RequestError, is_out_of_memory
 from unstable_lite.models import resolve_model
-from unstable_lite.models.positions import longest_sequence
+from unstable_lite.models.layers import longest_sequence
 from unstable_lite.models.tokenization import StopWatch, Tokenizer
-from unstable_lite.transport.messages import EngineStats, Generate, Generated, Progress
+from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import FinishReason, Generation, TokenIds
+from unstable_lite.types import FinishReason, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,9 @@ class Row:
     finish_reason: FinishReason | None = None
 
 
-class TransformersEngine:
+class TransformersEngine(EngineShell):
+    kind = "transformers"
+
     def __init__(self, spec: WorkerSpec) -> None:
         config = spec.config
         self._device = torch.device(spec.device)
@@ -84,15 +85,13 @@ class TransformersEngine:
         model = stock_model.load(
             path, config.engine.dtype, self._device, config.engine.max_model_len, config.trust_remote_code
         )
-        self._max_model_len = longest_sequence(config.engine.max_model_len, model.config)
-        self._max_rank = config.lora.lora_rank
+        super().__init__(spec, longest_sequence(config.engine.max_model_len, model.config))
         shape, window_L = stock_model.measure_layers(model, self._max_model_len)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
         self._attention = CachedAttention(self._cache, window_L)
-        self._adapters = AdapterVersions(config.engine.max_loras)
         self._checksums: dict[int, int] = {}
         """Checksum of the weights of each version when it had been loaded."""
         self._queue: deque[Row] = deque()
@@ -101,33 +100,20 @@ class TransformersEngine:
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
         self._max_running = num_running
         """Limit of running rows; lower than the number of slots once memory has run out."""
-        self._throughput = Throughput()
         self._is_exact = config.run.schedule == "sync"
         """Whether no earlier result may be used, because it was rounded differently in another batch."""
         self._model = LoraModel(model)
         stock_model.check_same(model, self._attention.name, self._logits, num_running)
         self._cache.forget(BASE)
-        self.info: dict[str, Any] = {
-            "kind": "transformers",
-            "model": config.model_name,
-            "device": spec.device,
-            "dtype": str(shape.dtype).removeprefix("torch."),
-            "threads": spec.threads,
-            "max_model_len": self._max_model_len,
-            "vocab_size": model.get_input_embeddings().weight.shape[0],
-            "prompts": self._tokenizer.prompts(chats_in_use(config)),
-            "parallel_seq": num_running,
-            "kept_seq": num_kept,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
+        num_rows = model.get_input_embeddings().weight.shape[0]
+        more = {"parallel_seq": num_running, "kept_seq": num_kept}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.info = self._describe(spec, str(shape.dtype).removeprefix("torch."), num_rows, **more, **versions)
 
-    def add_request(self, request: Generate) -> None:
-        version = request.adapter_version
-        self._adapters.check_loaded(version)
-        prompt_ids = self._tokenizer.prompt_ids(request)
-        max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
-        self._adapters.acquire(version)
+    def _begin(self, request: Generate, prompt_ids: TokenIds, max_tokens: int) -> None:
+        num_rows = self.info["vocab_size"]
+        if (beyond := prompt_ids[(prompt_ids < 0) | (prompt_ids >= num_rows)]).size:
+            raise RequestError(f"prompt has token id {beyond[0]}; the model's embedding has {num_rows} rows, from 0 on")
         if self._is_exact and not self.has_unfinished():
             self._cache.clear()
         self._queue.append(
@@ -137,7 +123,7 @@ class TransformersEngine:
                 max_tokens=max_tokens,
                 seed=int(self._rng.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64),
                 ids=prompt_ids.tolist(),
-                stop_watch=self._tokenizer.watch(request.stop, request.is_streamed),
+                stop_watch=self._tokenizer.watch(request.stop),
                 stop_ids=self._tokenizer.stop_ids_with(request.stop),
             )
         )
@@ -149,7 +135,7 @@ class TransformersEngine:
         """Drop a request, unless it is finished."""
         for row in (*self._queue, *self._running):
             if row.request.request_id == request_id:
-                self._adapters.release(row.request.adapter_version)
+                self._in_use[row.request.adapter_version] -= 1
                 if row in self._queue:
                     self._queue.remove(row)
                 else:
@@ -158,7 +144,7 @@ class TransformersEngine:
                 return
 
     @torch.inference_mode()
-    def step(self) -> list[Generated | Progress]:
+    def step(self) -> list[Generated]:
         self._admit()
         try:
             self._advance()
@@ -167,7 +153,7 @@ class TransformersEngine:
                 raise
             reason = str(error)
         else:
-            return [*self._progress(), *self._take_finished()]
+            return self._take_finished()
         self._make_do_with_less(reason)
         return []
 
@@ -210,7 +196,7 @@ class TransformersEngine:
             row.num_computed = 0
             self._queue.appendleft(row)
         self._running = sorted(rows[: self._max_running], key=lambda row: row.request.adapter_version)
-        self._throughput.oom_retries += 1
+        self._oom_retries += 1
         log.warning(
             "out of memory (%s): from now on %d requests at once, %d prompt tokens per step",
             reason,
@@ -218,18 +204,15 @@ class TransformersEngine:
             self._prompt_tokens_per_step,
         )
 
-    def load_adapter(self, version: int, path: Path) -> str:
-        self._adapters.check_new(version)
+    def _load(self, version: int, path: Path) -> str:
         digest = self._model.load(version, path, self._max_rank)
         self._checksums[version] = self._model.checksum(version)
-        return self._adapters.add(version, digest)
+        return digest
 
-    def confirm_adapter(self, version: int) -> str:
-        digest = self._adapters.digest(version)
-        return digest if self._model.checksum(version) == self._checksums[version] else f"{digest}, changed since"
+    def _holds(self, version: int) -> bool:
+        return self._model.checksum(version) == self._checksums[version]
 
-    def unload_adapter(self, version: int) -> None:
-        self._adapters.remove(version)
+    def _unload(self, version: int) -> None:
         self._model.unload(version)
         del self._checksums[version]
         self._cache.forget(version)
@@ -246,7 +229,7 @@ class TransformersEngine:
         self._cache.allocate()
 
     def stats(self) -> EngineStats:
-        return self._throughput.report(queued=len(self._queue), running=len(self._running))
+        return self._report(queued=len(self._queue), running=len(self._running))
 
     def _admit(self) -> None:
         """Give slots to queued requests while there are slots and this step has room for their prompts."""
@@ -269,7 +252,7 @@ class TransformersEngine:
             most -= 1
             room -= size - shared
             self._running.append(row)
-            self._throughput.count(prompt=size, cached=shared)
+            self._count(prompt=size, cached=shared)
         self._queue.extendleft(reversed(waiting))
         self._running.sort(key=lambda row: row.request.adapter_version)
 
@@ -328,33 +311,20 @@ class TransformersEngine:
                 row.finish_reason = "stop"
             elif len(row.logprobs) == row.max_tokens:
                 row.finish_reason = "length"
-        self._throughput.count(generated=len(rows))
-
-    def _progress(self) -> list[Progress]:
-        streamed = [row for row in self._running if row.request.is_streamed and not row.finish_reason]
-        new = [(row.request.request_id, row.stop_watch.new_text()) for row in streamed if row.stop_watch is not None]
-        return [Progress(request_id=request_id, text=text) for request_id, text in new if text]
+        self._count(generated=len(rows))
 
     def _take_finished(self) -> list[Generated]:
-        finished = [row for row in self._running if row.finish_reason]
-        if finished:
+        replies = []
+        for row in self._running:
+            if row.finish_reason:
+                size = len(row.prompt_ids)
+                self._cache.give_back(row.slot, size)
+                ids = row.ids[size:]
+                text = self._tokenizer.text(ids, row.stop_watch)
+                replies.append(self._finish(row.request, row.prompt_ids, ids, row.logprobs, text, row.finish_reason))
+        if replies:
             self._running = [row for row in self._running if not row.finish_reason]
-        return [self._finish(row) for row in finished]
-
-    def _finish(self, row: Row) -> Generated:
-        version, size = row.request.adapter_version, len(row.prompt_ids)
-        self._cache.give_back(row.slot, size)
-        self._adapters.release(version)
-        completion_ids = row.ids[size:]
-        generation = Generation(
-            prompt_ids=row.prompt_ids,
-            completion_ids=np.array(completion_ids, np.int32),
-            logprobs=np.array(row.logprobs, np.float32),
-            text=self._tokenizer.text(completion_ids, row.stop_watch),
-            finish_reason=row.finish_reason or "length",
-            adapter_version=version,
-        )
-        return Generated(request_id=row.request.request_id, generation=generation)
+        return replies
 
     def _num_slots(self, shape: CacheShape, kv_cache_gb: float, gpu_memory_utilization: float) -> int:
         """Return the number of sequences of full length that fit the memory."""
@@ -372,3 +342,58 @@ class TransformersEngine:
                 f"{self._max_model_len} tokens needs {needed:.2f}; lower engine.max_model_len or raise this key"
             )
         return num_slots
+
+
+def sample(
+    logits_BV: Tensor, temperature_B: npt.NDArray[Any], top_p_B: npt.NDArray[Any], uniform_B: npt.NDArray[Any]
+) -> tuple[list[int], list[float]]:
+    """Return token ids and their log-probabilities after temperature and top_p. Overwrites `logits_BV`."""
+    device = logits_BV.device
+    is_greedy_B = temperature_B < GREEDY_BELOW
+    temperature = torch.from_numpy(np.where(is_greedy_B, 1.0, temperature_B).astype(np.float32)).to(device)
+    scaled_BV = logits_BV.float().div_(temperature[:, None])
+    top_p_B = np.where(is_greedy_B, 1.0, top_p_B).astype(np.float32)
+    if (top_p_B < 1).any():
+        scaled_BV = _keep_top_p(scaled_BV, torch.from_numpy(top_p_B).to(device))
+    prob_BV = scaled_BV.softmax(-1)
+    id_B1 = draw(prob_BV, prob_BV.cumsum(-1), torch.from_numpy(uniform_B).to(device)[:, None])
+    if is_greedy_B.any():
+        greedy_B1 = torch.from_numpy(is_greedy_B).to(device)[:, None]
+        id_B1 = torch.where(greedy_B1, scaled_BV.argmax(-1, keepdim=True), id_B1)
+    return id_B1[:, 0].tolist(), prob_BV.gather(-1, id_B1)[:, 0].log().tolist()
+
+
+def draw(prob_BV: Tensor, cumulative_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """Return the first token whose cumulative weight exceeds u × total, and never one of weight 0."""
+    target_B1 = uniform_B1 * cumulative_BV[:, -1:]
+    id_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=prob_BV.shape[-1] - 1)
+    if (prob_BV.gather(-1, id_B1) > 0).all():
+        return id_B1
+    # A GPU adds in parallel, so a sum may differ from the previous one although 0 was added.
+    at_V = torch.arange(prob_BV.shape[-1], device=prob_BV.device)
+    return torch.where((prob_BV > 0) & (at_V <= id_B1), at_V, 0).amax(-1, keepdim=True)
+
+
+def _keep_top_p(scaled_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """Set all but the smallest set of most probable tokens whose probabilities reach `top_p` to -inf."""
+    ascending_BV, order_BV = scaled_BV.sort(-1)
+    is_cut_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p_B[:, None]
+    is_cut_BV[:, -1] = False
+    return scaled_BV.masked_fill(torch.zeros_like(is_cut_BV).scatter_(-1, order_BV, is_cut_BV), -torch.inf)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seed_B: npt.NDArray[np.uint64], count_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Return one number in [0, 1) for the `count`-th draw of each stream, exact in float32."""
+    bits = _mix(_mix(seed_B) + count_B * _GOLDEN)
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Hash with SplitMix64, so that neighbouring numbers give unrelated bits."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -18,7 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from unstable_lite.engines.embedded.kv_cache import CacheShape
 from unstable_lite.errors import ModelError
+from unstable_lite.models import model_errors
 from unstable_lite.models.layers import ADVICE, check_layers, refusal
+from unstable_lite.models.loading import EVENT, load_model
 
 _PROBE = "unstable_lite_probe"
 
@@ -27,20 +29,13 @@ RunLogits = Callable[[list[int], list[list[int]], list[int], list[bool]], Tensor
 
 def load(path: str, dtype: str, device: torch.device, max_len: int, trust_remote_code: bool = False) -> Any:
     """Load a model for inference. Raises ModelError if it cannot be loaded, or not served up to `max_len` tokens."""
-    try:
-        trust = {"trust_remote_code": trust_remote_code}
-        config = transformers.AutoConfig.from_pretrained(path, **trust).get_text_config()
+    with model_errors(path, EVENT, ADVICE):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
         check_layers(path, config.to_dict(), max_len)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=choose_dtype(dtype, device, config.hidden_size),
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            **trust,
-        )
+        chosen = choose_dtype(dtype, device, config.hidden_size)
+    try:
+        model = load_model(path, trust_remote_code, ADVICE, dtype=chosen, attn_implementation="sdpa")
         model = model.eval().requires_grad_(False).to(device)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({ADVICE})") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -109,11 +104,11 @@ def _run_one_token(model: Any, max_len: int) -> tuple[dict[int, tuple[int, int, 
         return (window * is_window.all()).view(1, 1, 1, 1)
 
     def look(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Any:
         sizes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
-        if mask is not None and mask.dtype == torch.int64:
-            window = int(mask)
+        if attention_mask is not None and attention_mask.dtype == torch.int64:
+            window = int(attention_mask)
         else:  # the model makes its masks itself
             window = max_len if (kwargs.get("sliding_window") or max_len) >= max_len else 0
         windows[module.layer_idx] = window if kwargs.pop("softcap", None) is None else 0

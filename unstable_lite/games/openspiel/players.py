@@ -3,8 +3,7 @@
 `scripted:mcts:N` finds the state by following the game: from the state after its own last move it searches the moves
 of others for a state with the prompt it is shown. It is for games of perfect information, where that prompt determines
 the state; in others OpenSpiel's search would look at hidden cards. `scripted:cfr` looks its prompt up in a policy near
-the equilibrium. OpenSpiel's search with information sets cannot take its place: `resample_from_infostate` is not
-implemented for liar's dice and Goofspiel, and it starts from a state, which a player does not have.
+the equilibrium.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
-from unstable_lite.games.openspiel.game import OpenSpielGame
-from unstable_lite.games.openspiel.names import load_game, pyspiel
+from unstable_lite.games.openspiel.game import OpenSpielGame, load_game, pyspiel
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.scripted import ScriptedPlayer
 
@@ -108,29 +107,22 @@ def _searchable(env_id: str) -> Any:
             raise UnsupportedEnvError(
                 f"scripted:mcts plays sequential games of perfect information that pay at the end; {env_id} {problem}"
             )
-    if not _can_follow(env_id):
-        raise UnsupportedEnvError(
-            f"scripted:mcts cannot follow {env_id}: more than {MOST_FOLLOWED} states may come between two of its moves"
-        )
-    return game
-
-
-def _can_follow(env_id: str) -> bool:
-    """Play random moves and return whether each seat's state was found from the state after its last move."""
-    game, rng = OpenSpielGame(env_id, load_game(env_id).num_players(), seed=0), random.Random(0)
-    start = load_game(env_id).new_initial_state()
-    after = dict.fromkeys(range(game.num_players), start)
+    # Random moves show whether each seat's state is found from the state after its last move.
+    played, rng = OpenSpielGame(env_id, game.num_players(), seed=0), random.Random(0)
+    after = dict.fromkeys(range(game.num_players()), game.new_initial_state())
     for _ in range(TRIAL_MOVES):
-        pid, observation = game.observe()
+        pid, observation = played.observe()
         try:
             state = _find(env_id, observation, (after[pid],))
         except EnvError:
-            return False
+            raise UnsupportedEnvError(
+                f"scripted:mcts cannot follow {env_id}: more than {MOST_FOLLOWED} states may come between its moves"
+            ) from None
         name, action = rng.choice(list(action_names(state, pid).items()))
         after[pid] = state.child(action)
-        if game.step(f"[{name}]"):
+        if played.step(f"[{name}]"):
             break
-    return True
+    return game
 
 
 class CfrPlayer(ScriptedPlayer):
@@ -164,11 +156,9 @@ def solved(env_id: str) -> dict[str, list[tuple[str, float]]]:
         raise UnsupportedEnvError(f"scripted:cfr plays zero-sum games of two with information states; not {env_id}")
     if kind.dynamics.name == "SIMULTANEOUS":
         game = library.convert_to_turn_based(game)
-    decisions = []
-    for state in _decisions(game.new_initial_state()):
-        decisions.append(state)
-        if len(decisions) > MOST_DECISIONS:
-            raise UnsupportedEnvError(f"scripted:cfr: {env_id} has more than {MOST_DECISIONS} decision histories")
+    decisions = list(islice(_decisions(game.new_initial_state()), MOST_DECISIONS + 1))
+    if len(decisions) > MOST_DECISIONS:
+        raise UnsupportedEnvError(f"scripted:cfr: {env_id} has more than {MOST_DECISIONS} decision histories")
     solver = library.CFRPlusSolver(game)
     for _ in range(min(MOST_ITERATIONS, max(FEWEST_ITERATIONS, VISITS // len(decisions)))):
         solver.evaluate_and_update_policy()

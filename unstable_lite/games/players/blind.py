@@ -106,12 +106,11 @@ class _Games:
     def __init__(self, env_id: str, opponent: type[ScriptedPlayer], seat: int) -> None:
         self._env_id, self._opponent, self._seat = env_id, opponent, seat
         self._other = opponent(env_id, 0)
-        self._after: dict[tuple[str, str], _Seen | float] = {}
-        """Observation or final points after an action. Board games only: the observation is the position."""
         self._path: dict[str, tuple[str, ...]] = {}
-        """Actions that first led to a position."""
-        self._open: dict[str, list[str]] = {}
-        """Actions that may be chosen in a position."""
+        """Actions that first led to a position. Board games only: the observation is the position."""
+        # The actions in a position, and the turn after each, are computed once over all lists.
+        self._actions = cache(self._actions_at)
+        self._after = cache(self._reached)
 
     def legal_actions(self) -> list[str]:
         """Return every action that was legal at this seat in some games of random legal play."""
@@ -142,11 +141,6 @@ class _Games:
 
     def exact_points(self, preferences: Sequence[str]) -> float:
         """Return the expected points over every possible game."""
-        if "" not in self._path:
-            self._path[""] = ()
-            environment = start_environment(self._env_id, 2, 0, "board")
-            start = environment.observe()
-            self._after["", ""], self._path[start[1]] = start, ()
         known: dict[str, float] = {}
 
         def value(seen: _Seen | float) -> float:
@@ -159,30 +153,27 @@ class _Games:
                 actions = self._actions(pid, observation)
                 if pid == self._seat:
                     actions = [first_legal(preferences, actions)]
-                known[observation] = fmean(value(self._next(observation, action)) for action in actions)
+                known[observation] = fmean(value(self._after(observation, action)) for action in actions)
             return known[observation]
 
-        return value(self._after["", ""])
+        return value(self._after())
 
-    def _actions(self, pid: int, observation: str) -> list[str]:
-        if observation not in self._open:
-            is_own = pid == self._seat
-            read = legal_actions(self._env_id, observation) if is_own else self._other.candidates(observation)
-            self._open[observation] = read
-        return self._open[observation]
+    def _actions_at(self, pid: int, observation: str) -> list[str]:
+        """Return the actions that the player may choose in a position."""
+        is_own = pid == self._seat
+        return legal_actions(self._env_id, observation) if is_own else self._other.candidates(observation)
 
-    def _next(self, observation: str, action: str) -> _Seen | float:
-        if (observation, action) not in self._after:
-            environment, path = start_environment(self._env_id, 2, 0, "board"), self._path[observation]
-            for earlier in path:
-                environment.observe()
-                environment.step(earlier)
-            environment.observe()
-            seen = self._points(environment) if environment.step(action) else environment.observe()
-            self._after[observation, action] = seen
-            if not isinstance(seen, float):
-                self._path.setdefault(seen[1], (*path, action))
-        return self._after[observation, action]
+    def _reached(self, position: str | None = None, action: str = "") -> _Seen | float:
+        """Return the turn, or the points, after an action in a position; without one the first turn."""
+        path = () if position is None else (*self._path[position], action)
+        environment = start_environment(self._env_id, 2, 0, "board")
+        seen = environment.observe()
+        for chosen in path:
+            if environment.step(chosen):
+                return self._points(environment)
+            seen = environment.observe()
+        self._path.setdefault(seen[1], path)
+        return seen
 
     def _play(self, game: int, choose: Callable[[Sequence[str]], str]) -> float:
         environment = start_environment(self._env_id, 2, derive_seed(game, "blind player's env") % 2**31)

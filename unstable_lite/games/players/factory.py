@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,12 +23,16 @@ from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
 from unstable_lite.games.openspiel.players import MCTS, CfrPlayer, mcts_class
 from unstable_lite.games.players.blind import BlindPlayer
-from unstable_lite.games.players.greedy import GreedyPlayer
-from unstable_lite.games.players.optimal import OptimalPlayer
-from unstable_lite.games.players.player import Player
-from unstable_lite.games.players.policy import Generates, LeasesNewest, PolicyPlayer
+from unstable_lite.games.players.lookahead import GreedyPlayer, OptimalPlayer
+from unstable_lite.games.players.policy import (
+    Generates,
+    LeasesNewest,
+    OpenAICompatiblePlayer,
+    Player,
+    PolicyPlayer,
+    ThinkingBudget,
+)
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
-from unstable_lite.games.players.thinking_budget import ThinkingBudget
 from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
@@ -129,21 +134,20 @@ class PlayerFactory:
     def _player(self, spec: GameSpec, agent: AgentSpec) -> Player:
         if agent.model.adapter_version is not None:
             template = plugins.find("prompt_template", agent.prompt_template, self._templates)
-            seed = self._sampling_seed
+            seed, generate = self._sampling_seed, self._generate
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
             newest = None if self.keeps_adapter(agent) else self._newest
-            generate = self._generate
             if spec.sampling is not None:
                 generate = partial(generate, sampling=spec.sampling)
             if self._thinking is not None:
-                generate = partial(self._thinking.generate, generate, template.opened_thinking)
+                budget = replace(self._thinking, tags=template.tags)
+                generate = partial(budget.generate, generate, template.opened_thinking)
             return PolicyPlayer(generate, template, agent, spec.num_players, own_seed, newest)
         if not is_remote(agent.model):
             # Not the game's seed: with equal streams, moves would correlate with the cards that were dealt.
             seed_of_player = derive_seed(spec.seed, "player", agent.pid)
             return _player_class(_name(agent.model))(env_id=spec.env_id, seed=seed_of_player)
-        # Imported here because its library takes a second to import.
-        from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
+        from unstable_lite.games.players.openai_compatible import Endpoint  # its library takes a second to import
 
         if self._endpoint is None:
             allow_descriptors(descriptors_needed(self._opponents))
@@ -201,7 +205,14 @@ def opponent_problem(
     except ConfigError as error:
         return str(error)
     if not name.startswith("scripted:"):
-        return _class_problem(name, player_class)
+        act = getattr(player_class, "act", None)
+        has_interface = inspect.isclass(player_class) and inspect.iscoroutinefunction(act)
+        try:
+            inspect.signature(player_class).bind(env_id="", seed=0)
+        except (TypeError, ValueError):
+            has_interface = False
+        shape = "__init__(self, env_id: str, seed: int) and async def act(self, observation: str) -> Reply"
+        return None if has_interface else f"opponent {name!r} must be a class with {shape}"
     try:
         if observation is not None:
             player = player_class(env_id=env_id, seed=0)
@@ -228,14 +239,3 @@ def _player_class(name: str) -> Callable[..., Player]:
     if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
         raise ConfigError(f"no scripted opponent {name!r}; there are {', '.join(SCRIPTED_PLAYERS)} and {MCTS}N")
     return plugins.find("opponent", name, SCRIPTED_PLAYERS)
-
-
-def _class_problem(name: str, player_class: Callable[..., Player]) -> str | None:
-    """Return the problem if a user's class does not have a player's interface, or None."""
-    shape = "a class with __init__(self, env_id: str, seed: int) and async def act(self, observation: str) -> Reply"
-    has_interface = inspect.isclass(player_class) and inspect.iscoroutinefunction(getattr(player_class, "act", None))
-    try:
-        inspect.signature(player_class).bind(env_id="", seed=0)
-    except (TypeError, ValueError):
-        has_interface = False
-    return None if has_interface else f"opponent {name!r} must be {shape}"

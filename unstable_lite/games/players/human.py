@@ -26,7 +26,7 @@ class HumanPlayer:
     """One reader per process, so that the next player reads input that was typed ahead."""
 
     def __init__(self, env_id: str, seed: int) -> None:  # noqa: ARG002
-        self._env_id, self._console = env_id, Console(highlight=False, markup=False)
+        self._env_id, self._console = env_id, Console(highlight=False, markup=False, emoji=False)
 
     async def act(self, observation: str) -> Reply:
         """Show the observation and read a line. Raises OpponentError at the end of the input."""

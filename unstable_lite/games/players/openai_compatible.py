@@ -1,9 +1,8 @@
-"""Players for models behind an OpenAI-compatible endpoint, and the endpoint itself.
+"""The OpenAI-compatible endpoint of a run.
 
-The model gets the prompt of the `chat` template, as our own model would, so that neither side is handicapped. The
-endpoint owns the state shared by all such players of a run: the client, the limit of concurrent requests, the budget,
-and the health of each model. A model that fails repeatedly is paused: it gets no games until the pause is over, then
-one game tries it, and pauses double until one succeeds.
+It owns the state shared by all players behind it: the client, the limit of concurrent requests, the budget, and the
+health of each model. A model that fails repeatedly is paused: it gets no games until the pause is over, then one game
+tries it, and pauses double until one succeeds.
 """
 
 from __future__ import annotations
@@ -11,56 +10,55 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import openai
 
 from unstable_lite.config.games import OpponentsConfig
-from unstable_lite.errors import OpponentError
-from unstable_lite.games.api_keys import api_key, endpoint_url
-from unstable_lite.games.templates import CHAT_TEMPLATES, find_extraction
-from unstable_lite.types import AgentSpec, Reply
+from unstable_lite.errors import ConfigError, OpponentError
+from unstable_lite.games.api_keys import api_key, endpoint_url, is_loopback, proxy_for
+from unstable_lite.types import BUDGET_SPENT, PROMPT_TOO_LONG
 
 log = logging.getLogger(__name__)
 
 FAILURES_BEFORE_PAUSE = 3
 """Number of consecutive failures before a pause; each is counted after the client's own retries."""
+MAX_RETRIES = 4
+"""Number of further attempts, with growing waits, after a transient error: no connection, 408, 409, 429, 5xx."""
+PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
+"""First pause of a model that fails repeatedly, which doubles until the model answers, and the longest one."""
+OUTAGE_S = 600.0
+"""Time for which an evaluation by `run.eval_games` waits for a model that is down; then its games are void."""
 POLL_S = 0.5
 _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 """HTTP library of the `openai` client: httpx, or its replacement in a later version."""
-CUT_OFF = ("length", "content_filter")
-"""Finish reasons of an answer that the model did not end itself; servers have many words for the other case."""
-MAX_ANSWER_BYTES = 8 << 20
-"""Size limit of one HTTP answer: about 100,000 tokens in JSON's longest encoding."""
+TOO_LONG = re.compile(
+    r"context[_ -](length|window|size)"
+    r"|(prompt|inputs?|messages)\b.{0,80}?(too (long|large)|exceed|longer|must be <=|must have less than)"
+    r"|too many (input |prompt )?tokens|maximum prompt length|model token limit|range of input length",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Words of the servers of vLLM, SGLang, TGI, llama.cpp, Ollama and others, which have no field for it in common."""
+MAX_ANSWER_BYTES, MAX_ERROR_BYTES = 8 << 20, 1 << 16
+"""Size limit of one HTTP answer, about 100,000 tokens in JSON's longest encoding, and size to which an error is cut."""
 MAX_TEXT_CHARS = 200_000
 """Length limit of one reply, which the transcripts keep; the middle of a longer one is cut out."""
 CHARS_PER_TOKEN = 3
 """Estimate used if the endpoint does not report its usage; rather too many tokens than too few."""
-
-
-class OpenAICompatiblePlayer:
-    def __init__(self, endpoint: Endpoint, agent: AgentSpec, num_players: int) -> None:
-        assert agent.model.name is not None
-        self._endpoint = endpoint
-        self._model = agent.model.name
-        self._extract = find_extraction(agent.action_extraction_fn)
-        self._num_players = num_players
-
-    async def act(self, observation: str) -> Reply:
-        """Ask the model for its action. Raises OpponentError."""
-        message = CHAT_TEMPLATES["chat"].message(observation, self._num_players)
-        answer = await self._endpoint.complete(self._model, message)
-        action, format_ok = self._extract(answer.text)
-        return Reply(action=action, text=answer.text, prompt=message, format_ok=format_ok, is_cut_off=answer.is_cut_off)
-
-
-class Answer(NamedTuple):
-    text: str
-    is_cut_off: bool
-    """Whether the endpoint reports that the model did not finish its answer."""
+CUT_OFF = (b'"length"', b'"content_filter"')
+"""Finish reasons of an answer that the model did not end itself; servers have many words for the other case."""
+MOST_CHOICES, MOST_PARTS, MOST_TOKENS = 16, 10_000, 10_000_000
+"""Largest numbers of choices (one is asked for), of parts of a text, and of reported tokens of an answer."""
+_NULL = msgspec.Raw(b"null")
+_LONE_SURROGATE = re.compile(
+    rb"(?i)(?<!\\)((?:\\\\)*)(?:\\ud[89ab][\da-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][\da-f]{2})\\ud[c-f][\da-f]{2})"
+)
 
 
 class Endpoint:
@@ -77,11 +75,14 @@ class Endpoint:
             api_key=self._key,
             base_url=url,
             timeout=config.timeout_s,
-            max_retries=config.max_retries,
-            http_client=_BoundedClient(config.timeout_s),
+            max_retries=MAX_RETRIES,
+            http_client=_BoundedClient(config.timeout_s, url),
         )
+        self._remark = f" ({remark})" if (remark := proxy_for(url)) else ""
+        self._limit_name = "max_tokens"
+        """Name of the parameter that limits the tokens of an answer."""
         self._slots = asyncio.Semaphore(config.max_concurrent_requests)
-        self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
+        self._models: defaultdict[str, _Health] = defaultdict(_Health)
         self._is_spending_reported = False
 
     async def complete(self, model: str, message: str) -> Answer:
@@ -92,22 +93,21 @@ class Endpoint:
             self._check_budget()
             if health.num_pauses > num_pauses:
                 raise OpponentError(f"opponent {model!r} was paused while a request waited: {health.reason}")
-            self.budget.num_requests += 1
             try:
-                completion: Any = await self._client.chat.completions.create(
-                    model=model,
-                    messages=[{"role": "user", "content": message}],
-                    temperature=openai.omit if self._config.temperature is None else self._config.temperature,
-                    max_tokens=openai.omit if self._config.max_tokens is None else self._config.max_tokens,
-                )
-            # ValueError: the answer claims to be JSON and is not; RecursionError: JSON that is nested too deeply.
-            except (openai.OpenAIError, ValueError, RecursionError) as error:
+                answer = read_answer(content := await self._request(model, message))
+            except openai.OpenAIError as error:
                 # Raised without its cause: a server's answer may repeat the key.
-                raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))[:500]}") from None
-        answer = _answer(completion)
-        self.budget.count(getattr(completion, "usage", None), message, answer.text if answer else "")
-        if answer is None:
-            raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))[:500]}")
+                text = f"{type(error).__name__}: {self._without_key(str(error))[:500]}{self._remark}"
+                response: Any = getattr(error, "response", None)
+                is_refusal = getattr(response, "status_code", 0) in (400, 413, 422, 500)
+                raise self._failed(model, text, response.text if is_refusal else "") from None
+            # RecursionError: JSON that is nested too deeply.
+            except (ValueError, RecursionError) as error:
+                text = f"the answer is not a chat completion: {str(error)[:200]}"
+                raise self._failed(model, text, error_of(content)) from None
+        self.budget.count(answer.usage, message, answer.text)
+        if answer.has_failed:
+            raise self._failed(model, "the endpoint reports finish_reason 'error'", error_of(content))
         if pause_s := health.succeeded():
             self._report(f"opponent {model!r} answers again after {pause_s:.0f} s")
         # Remove the key here: the transcript keeps everything that the server sends.
@@ -118,19 +118,41 @@ class Endpoint:
             text = f"{text[:half]}\n[… {len(text) - 2 * half} characters are left out here …]\n{text[-half:]}"
         return answer._replace(text=text)
 
+    async def _request(self, model: str, message: str) -> bytes:
+        """Return the body of the answer, after a second request if the model has another name for `max_tokens`."""
+        self.budget.num_requests += 1
+        name, limit = self._limit_name, self._config.max_tokens
+        try:
+            response = await self._client.chat.completions.with_raw_response.create(
+                model=model,
+                messages=[{"role": "user", "content": message}],
+                temperature=openai.omit if self._config.temperature is None else self._config.temperature,
+                extra_body=None if limit is None else {name: limit},
+            )
+        except openai.BadRequestError as error:
+            # "context": the prompt is too long, under any name of the parameter.
+            if limit is None or name != "max_tokens" or name not in str(error) or "context" in str(error):
+                raise
+            self._check_budget()
+            self._limit_name = "max_completion_tokens"
+            try:
+                return await self._request(model, message)
+            except openai.BadRequestError:
+                self._limit_name = name
+                raise
+        return bytes(response.content)
+
     def can_play(self, model: str) -> bool:
         """Return whether the model may play now; after a pause, True once, for the game that tries it."""
         return self.budget.spent is None and self._models[model].may_be_tried()
 
     async def wait_for(self, model: str) -> None:
-        """Wait until the model can play. Raises OpponentError if it is down for `outage_s` or the budget is spent."""
+        """Wait until the model can play. Raises OpponentError if it is down for `OUTAGE_S` or the budget is spent."""
+        health = self._models[model]
         while not self.can_play(model):
             self._check_budget()
-            if (down_s := self._models[model].down_s) > self._config.outage_s:
-                raise OpponentError(
-                    f"opponent {model!r} has been down for {down_s:.0f} s (opponents.outage_s = "
-                    f"{self._config.outage_s:g}): {self._models[model].reason}"
-                )
+            if (down_s := health.down_s) > OUTAGE_S:
+                raise OpponentError(f"opponent {model!r} has been down for {down_s:.0f} s: {health.reason}")
             await asyncio.sleep(POLL_S)
 
     def metrics(self) -> dict[str, float]:
@@ -139,14 +161,16 @@ class Endpoint:
             "opponents/requests": self.budget.num_requests,
             "opponents/failures": self.failures,
             "opponents/tokens": self.budget.num_tokens,
-            "opponents/usd": self.budget.usd,
-            "opponents/paused": sum(health.is_paused for health in self._models.values()),
+            "opponents/paused": sum(health.down_since is not None for health in self._models.values()),
         }
 
     async def close(self) -> None:
         await self._client.close()
 
-    def _failed(self, model: str, reason: str) -> OpponentError:
+    def _failed(self, model: str, reason: str, refusal: str) -> OpponentError:
+        """Return a failure; it counts unless `refusal`, a server's text, says that the prompt is too long."""
+        if TOO_LONG.search(refusal):
+            return OpponentError(f"opponent {model!r}: {reason}", reason=PROMPT_TOO_LONG)
         self.failures += 1
         if pause_s := self._models[model].failed(reason):
             self._report(f"opponent {model!r} is paused for {pause_s:g} s, its games are void: {reason}")
@@ -157,7 +181,7 @@ class Endpoint:
             if not self._is_spending_reported:
                 self._is_spending_reported = True
                 self._report(f"{spent}: no more games against models behind {self._client.base_url}")
-            raise OpponentError(spent)
+            raise OpponentError(spent, reason=BUDGET_SPENT)
 
     def _report(self, text: str) -> None:
         log.warning(text)
@@ -168,18 +192,23 @@ class Endpoint:
 
 
 class _BoundedClient(openai.DefaultAsyncHttpxClient):
-    """Bounds the time and the size of each attempt.
+    """Bounds the time and the size of each attempt: the library bounds only the time of single reads.
 
-    The library bounds only the time of single reads, which an occasional byte satisfies, and never the size. Compressed
-    answers are refused, because some kilobytes can become gigabytes.
+    Compressed answers are refused, because some kilobytes can become gigabytes.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(timeout=timeout_s)
+    def __init__(self, timeout_s: float, url: str) -> None:
+        """Make a client that uses no proxy of the environment if the URL is on this machine. Raises ConfigError."""
+        is_near = is_loopback(url)
+        options: dict[str, Any] = {"mounts": dict.fromkeys(("http://", "https://"))} if is_near else {}
+        try:
+            # The environment also names certificates for https.
+            super().__init__(timeout=timeout_s, trust_env=not is_near or url.lower().startswith("https:"), **options)
+        except (ImportError, ValueError, _http.InvalidURL) as error:
+            raise ConfigError(f"the environment's proxy for {url} cannot be used: {error}") from error
         self._timeout_s = timeout_s
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """Return the whole answer, or a 413 with the reason if the answer is refused."""
         request.headers["accept-encoding"] = "identity"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -193,6 +222,7 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
 
 
 async def _read(response: Any) -> Any:
+    """Return the whole answer, or a 413 with the reason if it is refused."""
     encoding, content = response.headers.get("content-encoding", "identity"), bytearray()
     refused = ""
     if response.has_redirect_location:  # the library would read the whole answer before it follows
@@ -207,116 +237,158 @@ async def _read(response: Any) -> Any:
                 break
     if refused:  # not an exception: the client would retry and then report a connection error
         return _http.Response(413, json={"error": {"message": refused}}, request=response.request)
-    return _http.Response(
-        response.status_code, headers=response.headers, content=bytes(content), request=response.request
-    )
+    if response.is_error:
+        del content[MAX_ERROR_BYTES:]  # the library parses and quotes it
+    status, headers = response.status_code, response.headers
+    return _http.Response(status, headers=headers, content=bytes(content), request=response.request)
 
 
+@dataclass(slots=True)
 class Budget:
-    """Spending limits and spending of a run on opponents. Requests in flight when a limit is reached are still paid."""
+    """Spending of a run on opponents, and its limits. Requests in flight when a limit is reached are still paid."""
 
-    def __init__(self, config: OpponentsConfig) -> None:
-        self.num_requests = 0
-        self.num_tokens = 0
-        self.usd = 0.0
-        self._config = config
+    config: OpponentsConfig
+    num_requests: int = 0
+    num_tokens: int = 0
 
     @property
     def spent(self) -> str | None:
         """Limit that is reached, if any."""
-        config = self._config
-        limits = (
-            ("max_requests", self.num_requests, config.max_requests),
-            ("max_total_tokens", self.num_tokens, config.max_total_tokens),
-            ("max_usd", self.usd, config.max_usd),
-        )
-        for name, value, limit in limits:
+        for name, value in (("max_requests", self.num_requests), ("max_total_tokens", self.num_tokens)):
+            limit = getattr(self.config, name)
             if limit is not None and value >= limit:
                 return f"spending limit reached: opponents.{name} = {limit:g}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_requests": self.num_requests, "num_tokens": self.num_tokens, "usd": self.usd}
+        return {"num_requests": self.num_requests, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_requests, self.num_tokens, self.usd = state["num_requests"], state["num_tokens"], state["usd"]
+        self.num_requests, self.num_tokens = state["num_requests"], state["num_tokens"]
 
-    def count(self, usage: Any, message: str, text: str) -> None:
-        """Add the tokens that the endpoint reports, or an estimate if it reports none or a negative number."""
-        num_prompt, num_completion = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
-        if (
-            not isinstance(num_prompt, int)
-            or not isinstance(num_completion, int)
-            or min(num_prompt, num_completion) < 0
-        ):
-            num_prompt, num_completion = len(message) // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
-        self.num_tokens += num_prompt + num_completion
-        self.usd += num_prompt * self._config.usd_per_million_prompt_tokens / 1e6
-        self.usd += num_completion * self._config.usd_per_million_completion_tokens / 1e6
+    def count(self, usage: Usage | None, message: str, text: str) -> None:
+        """Add the tokens that the endpoint reports, or an estimate."""
+        if usage is not None:
+            self.num_tokens += usage.prompt_tokens + usage.completion_tokens
+        else:
+            self.num_tokens += len(message) // CHARS_PER_TOKEN + len(text) // CHARS_PER_TOKEN + 2
 
 
+@dataclass(slots=True)
 class _Health:
     """Health of one model: its failures in a row and its pauses."""
 
-    def __init__(self, config: OpponentsConfig) -> None:
-        self.is_paused = False
-        self.num_pauses = 0
-        self.reason = ""
-        """Reason of the last failure."""
-        self._config = config
-        self._failures_in_a_row = 0
-        self._pause_s = config.pause_s
-        self._next_try = 0.0
-        self._is_tried = False
-        """Whether a game has been let through to try the model after a pause."""
-        self._down_since = 0.0
+    num_pauses: int = 0
+    reason: str = ""
+    """Reason of the last failure."""
+    down_since: float | None = None
+    """Beginning of the first of its pauses since it last answered; None: it is not paused."""
+    failures_in_a_row: int = 0
+    pause_s: float = 0.0
+    next_try: float = 0.0
+    is_tried: bool = False
+    """Whether a game has been let through to try the model after a pause."""
 
     @property
     def down_s(self) -> float:
-        return time.monotonic() - self._down_since if self.is_paused else 0.0
+        return 0.0 if self.down_since is None else time.monotonic() - self.down_since
 
     def may_be_tried(self) -> bool:
-        if not self.is_paused:
+        if self.down_since is None:
             return True
-        if time.monotonic() < self._next_try:
+        if time.monotonic() < self.next_try:
             return False
         # If this try has no result, the next one is due after another pause.
-        self._is_tried, self._next_try = True, time.monotonic() + self._pause_s
+        self.is_tried, self.next_try = True, time.monotonic() + self.pause_s
         return True
 
     def failed(self, reason: str) -> float:
         """Count a failure; return the seconds of the pause that it starts, or 0."""
         self.reason = reason
-        self._failures_in_a_row += 1
-        if self.is_paused and self._is_tried:
-            self._pause_s = min(2 * self._pause_s, self._config.max_pause_s)
-        elif not self.is_paused and self._failures_in_a_row >= FAILURES_BEFORE_PAUSE:
-            self.is_paused, self._pause_s, self._down_since = True, self._config.pause_s, time.monotonic()
+        self.failures_in_a_row += 1
+        if self.down_since is not None and self.is_tried:
+            self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
+        elif self.down_since is None and self.failures_in_a_row >= FAILURES_BEFORE_PAUSE:
+            self.pause_s, self.down_since = PAUSE_S, time.monotonic()
         else:
             return 0.0
         self.num_pauses += 1
-        self._is_tried, self._next_try = False, time.monotonic() + self._pause_s
-        return self._pause_s
+        self.is_tried, self.next_try = False, time.monotonic() + self.pause_s
+        return self.pause_s
 
     def succeeded(self) -> float:
         """Count a success; return the seconds that the model was down if this ends a pause, or 0."""
         down_s = self.down_s
-        self._failures_in_a_row = 0
-        self.is_paused = self._is_tried = False
+        self.failures_in_a_row, self.down_since, self.is_tried = 0, None, False
         return down_s
 
 
-def _answer(completion: Any) -> Answer | None:
-    """Return the answer, or None. Servers send anything, and the client checks little of it."""
+class _Part(msgspec.Struct, gc=False):
+    type: msgspec.Raw = _NULL
+    text: msgspec.Raw = _NULL
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | Annotated[list[_Part | str | None], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    message: _Message
+    finish_reason: msgspec.Raw = _NULL
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
+    usage: msgspec.Raw = _NULL
+
+
+class _Failure(msgspec.Struct):
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class Answer(NamedTuple):
+    text: str
+    """Text, with a `?` for each lone surrogate; "" for a refusal or an empty content, which is an invalid move."""
+    is_cut_off: bool
+    """Whether the endpoint reports that the model did not finish its answer."""
+    has_failed: bool
+    """Whether a proxy reports that its provider failed."""
+    usage: Usage | None
+    """Numbers of tokens; None if they are missing or cannot be those of an answer."""
+
+
+def read_answer(content: bytes) -> Answer:
+    """Return the first choice of a chat completion. Raises ValueError or RecursionError if it is not one."""
+    if rb"\ud" in content.lower():
+        content = _LONE_SURROGATE.sub(rb"\1?", content)
+    completion = msgspec.json.decode(content, type=_Completion)
+    choice = completion.choices[0]
+    text, reason = choice.message.content or "", bytes(choice.finish_reason)
+    if not isinstance(text, str):
+        text = "".join(map(_text_of, text))
     try:
-        choice = completion.choices[0]
-        content, reason = choice.message.content, choice.finish_reason
-    except (AttributeError, TypeError, LookupError):
-        return None
-    if isinstance(content, str) and content:
-        text = content.encode(
-            errors="replace"
-        ).decode()  # JSON may contain lone surrogates, which cannot be written to a file
-        return Answer(text, is_cut_off=reason in CUT_OFF)
-    # A model that thinks until its tokens are used up has answered without a move, as our own model would.
-    return Answer("", is_cut_off=True) if reason == "length" else None
+        usage = msgspec.json.decode(completion.usage, type=Usage)
+    except (ValueError, RecursionError):
+        usage = None
+    return Answer(text, reason in CUT_OFF, reason == b'"error"', usage)
+
+
+def _text_of(part: _Part | str | None) -> str:
+    """Return the text of a part of the answer; "" for a part of another kind, such as a thought."""
+    if isinstance(part, _Part):
+        is_text = bytes(part.type) in (b'"text"', b'"output_text"', b"null")
+        part = msgspec.json.decode(part.text, type=str | None) if is_text else ""
+    return part or ""
+
+
+def error_of(content: bytes) -> str:
+    """Return the beginning of the field `error` of a body; "" if it has none."""
+    try:
+        return bytes(msgspec.json.decode(content, type=_Failure).error)[:4096].decode(errors="replace")
+    except (ValueError, RecursionError):
+        return ""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.openspiel.prompts import LEGAL_ACTIONS as LISTED
 from unstable_lite.types import Reply
 
+T = TypeVar("T")
 _BRACKETED = re.compile(r"\[[^\[\]]+\]")
 _CONNECT_FOUR_SIZE = re.compile(r"has (\d+) rows and (\d+) columns")
 _CONNECT_FOUR_DROP = re.compile(r"dropped their disk \([XO]\) into column (\d+)\.")
@@ -116,31 +118,30 @@ def legal_actions(env_id: str, observation: str) -> list[str]:
     Raises UnsupportedEnvError for an env family without a reader, and EnvError if the text is not
     from that env.
     """
-    read = _reader(env_id)
-    if read is None:
-        raise UnsupportedEnvError(
-            f"no scripted player for {env_id!r}: there is one for any variant of {', '.join(LEGAL_ACTIONS)}, and for "
-            "every game of OpenSpiel"
-        )
-    return read(observation)
+    if is_openspiel(env_id):
+        return _openspiel(observation)
+    return reader_of(LEGAL_ACTIONS, env_id, "scripted player", ", and for every game of OpenSpiel")(observation)
 
 
 def lists_actions(env_id: str) -> bool:
     """Return whether the legal actions can be read from an observation of the env."""
-    return _reader(env_id) is not None
+    return is_openspiel(env_id) or env_id.partition("-v0")[0] in LEGAL_ACTIONS
 
 
-def _reader(env_id: str) -> Callable[[str], list[str]] | None:
-    return _openspiel if is_openspiel(env_id) else LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
+def reader_of(readers: Mapping[str, T], env_id: str, kind: str, others: str = "") -> T:
+    """Return a table's entry for the env's family. Raises UnsupportedEnvError if the table has none."""
+    if (family := env_id.partition("-v0")[0]) in readers:
+        return readers[family]
+    known = ", ".join(readers)
+    raise UnsupportedEnvError(f"no {kind} for {env_id!r}: there is one for any variant of {known}{others}")
 
 
 def random_legal_action(env_id: str, observation: str, rng: random.Random) -> str:
     """Return a legal action, all equally likely. Raises EnvError if there is none."""
-    return any_of(legal_actions(env_id, observation), rng, env_id, observation)
+    return _any_of(legal_actions(env_id, observation), rng, env_id, observation)
 
 
-def any_of(actions: Sequence[str], rng: random.Random, env_id: str, observation: str) -> str:
-    """Return one of `actions`, all equally likely. Raises EnvError if there is none."""
+def _any_of(actions: Sequence[str], rng: random.Random, env_id: str, observation: str) -> str:
     if not actions:
         raise EnvError(f"{env_id}: no legal action in the observation {observation[-200:]!r}")
     return rng.choice(actions)
@@ -163,7 +164,7 @@ class ScriptedPlayer:
 
     def action(self, observation: str) -> str:
         """Choose an action. Raises UnsupportedEnvError, EnvError."""
-        return any_of(self.candidates(observation), self._random, self.env_id, observation)
+        return _any_of(self.candidates(observation), self._random, self.env_id, observation)
 
     async def act(self, observation: str) -> Reply:
         action = self.action(observation)

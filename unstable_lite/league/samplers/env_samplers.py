@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.plugins import suggestion
-from unstable_lite.reward_transformations.running_means import RunningMeans
+from unstable_lite.reward_transformations.averages import RunningMeans
 from unstable_lite.rng import derive_seed, restore, state_of
 from unstable_lite.types import GameKind
 
 _ROUNDING = 1e-6
 """Largest difference between averages of equal rewards that counts as rounding and not as progress."""
+
+
+def is_weight(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf
 
 
 class BaseEnvSampler:
@@ -28,11 +32,11 @@ class BaseEnvSampler:
     def __init__(
         self,
         train_env_specs: Sequence[TrainEnvSpec],
-        eval_env_specs: Sequence[EvalEnvSpec] = (),
+        eval_env_specs: Sequence[EvalEnvSpec] | None = None,
         rng_seed: int = 489,
     ) -> None:
         self.train_env_specs = tuple(train_env_specs)
-        self.eval_env_specs = tuple(eval_env_specs)
+        self.eval_env_specs = tuple(eval_env_specs or ())
         self._train_rng = random.Random(derive_seed(rng_seed, "env", "train"))
         self._eval_rng = random.Random(derive_seed(rng_seed, "env", "eval"))
 
@@ -87,7 +91,7 @@ class WeightedEnvSampler(BaseEnvSampler):
     def __init__(
         self,
         train_env_specs: Sequence[TrainEnvSpec],
-        eval_env_specs: Sequence[EvalEnvSpec] = (),
+        eval_env_specs: Sequence[EvalEnvSpec] | None = None,
         rng_seed: int = 489,
         *,
         weights: Mapping[str, float],
@@ -96,9 +100,11 @@ class WeightedEnvSampler(BaseEnvSampler):
         env_ids = {spec.env_id for spec in self.train_env_specs}
         problems = [f"weighted: no train env {name!r}; {suggestion(name, env_ids)}" for name in set(weights) - env_ids]
         problems += [f"weighted: train env {name!r} has no weight" for name in sorted(env_ids - set(weights))]
-        for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-                problems.append(f"weighted: the weight of {name!r} is {weight!r}; it must be a finite number above 0")
+        problems += [
+            f"weighted: the weight of {name!r} is {weight!r}; it must be a finite number above 0"
+            for name, weight in weights.items()
+            if not is_weight(weight)
+        ]
         if problems:
             raise ConfigError(*problems)
         self._weights = [weights[spec.env_id] for spec in self.train_env_specs]
@@ -142,7 +148,7 @@ class LearningProgressEnvSampler(BaseEnvSampler):
     def __init__(
         self,
         train_env_specs: Sequence[TrainEnvSpec],
-        eval_env_specs: Sequence[EvalEnvSpec] = (),
+        eval_env_specs: Sequence[EvalEnvSpec] | None = None,
         rng_seed: int = 489,
         *,
         fast: float = 0.02,
@@ -163,6 +169,7 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         self._fast, self._slow = RunningMeans(fast), RunningMeans(slow)
         self._squares = RunningMeans(slow)
         """Average of the squared reward."""
+        self._averages = {"fast": self._fast, "slow": self._slow, "squares": self._squares}
 
     def progress(self, env_id: str) -> float:
         """Return the learning progress of an env; 0 if it was never played."""
@@ -206,14 +213,18 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "fast": self._fast.state_dict(),
-            "slow": self._slow.state_dict(),
-            "squares": self._squares.state_dict(),
-        }
+        return super().state_dict() | {name: average.state_dict() for name, average in self._averages.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._fast.load_state_dict(state["fast"])
-        self._slow.load_state_dict(state["slow"])
-        self._squares.load_state_dict(state["squares"])
+        for name, average in self._averages.items():
+            average.load_state_dict(state[name])
+
+
+ENV_SAMPLERS: dict[str, Callable[..., BaseEnvSampler]] = {
+    "random": UniformRandomEnvSampler,
+    "weighted": WeightedEnvSampler,
+    "round-robin": RoundRobinEnvSampler,
+    "learning-progress": LearningProgressEnvSampler,
+}
+"""Samplers by their names in `env_sampling_strategy`."""

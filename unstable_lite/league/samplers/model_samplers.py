@@ -8,22 +8,24 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
-from unstable_lite.league.ratings import mean_ranks
+from unstable_lite.league.ratings import Teams, placed, sides_of
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef
 
 
+@from_reference(renamed={"model_registry": "registry"})
 class BaseModelSampler:
     """Base class: override `sample_opponent`, and `update` to learn from results."""
 
-    def __init__(self, registry: ModelRegistry, rng: random.Random) -> None:
-        """Raise ConfigError if an overridden method does not take its arguments."""
+    def __init__(self, registry: ModelRegistry, rng: random.Random | None = None) -> None:
+        """Raise ConfigError if an overridden method does not take its arguments. `rng`: default, a stream of seed 0."""
         _check_arguments(self.sample_opponent, "(self, env_id: str)", 1)
         self.registry = registry
-        self._rng = rng
+        self._rng = rng or random.Random(0)
 
     @property
     def kind(self) -> str:
@@ -37,8 +39,11 @@ class BaseModelSampler:
         """Return the `ref` of the model to play against in a game of `env_id`."""
         raise NotImplementedError(f"{self.kind} does not choose the next opponent: override sample_opponent")
 
-    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
-        """Learn from a game that was not void, and that the registry has already rated."""
+    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None) -> None:
+        """Learn from a training game that was not void, and that the registry has already rated.
+
+        teams: label of each seat's team; None: there are none.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": state_of(self._rng)}
@@ -201,19 +206,22 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:  # noqa: ARG002
         return [self._weight(self.win_rate(other.uid, env_id)) for other in others]
 
-    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
-        """Count a game, in which the newest checkpoint is the policy and every other model an opponent."""
-        ranks = mean_ranks(uids, scores)
-        checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).kind == "checkpoint"]
+    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None) -> None:
+        """Count a game, in which the newest checkpoint is the policy and every model of another team an opponent."""
+        places = placed(sides_of(uids, scores, teams))
+        checkpoints = [meta for uid in uids.values() if (meta := self.registry.get(uid)).kind == "checkpoint"]
         if not checkpoints:
             return
         # `initial` and `base` both have 0 updates.
         policy = max(checkpoints, key=lambda meta: (meta.iteration or 0, meta.adapter_version or 0)).uid
+        if policy not in places:  # it has as many seats in either team
+            return
         in_env = self._results.setdefault(env_id, {})
-        for uid, rank in ranks.items():
-            if uid != policy:
+        own_side, own = places[policy]
+        for uid, (side, place) in places.items():
+            if side != own_side:
                 points, games = in_env.get(uid, (0.0, 0.0))
-                result = 0.5 if rank == ranks[policy] else float(rank > ranks[policy])
+                result = 0.5 if place == own else float(place > own)
                 in_env[uid] = (points * self._decay + result, games * self._decay + 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,9 +260,9 @@ class MixtureModelSampler(BaseModelSampler):
         (sampler,) = self._rng.choices(self.samplers, self.weights)
         return sampler.sample_opponent(env_id)
 
-    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
+    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None) -> None:
         for sampler in self.samplers:
-            sampler.update(uids, scores, env_id)
+            tell_result(sampler.update, uids, scores, env_id, teams=teams)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"samplers": [sampler.state_dict() for sampler in self.samplers]}
@@ -263,6 +271,28 @@ class MixtureModelSampler(BaseModelSampler):
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         super().load_state_dict(state)
+
+
+MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
+    "none": NoOpponentModelSampler,
+    "mirror": MirrorModelSampler,
+    "fixed": FixedOpponentModelSampler,
+    "lagged": LaggedModelSampler,
+    "uniform": UniformModelSampler,
+    "random": RandomModelSampler,
+    "match-quality": MatchQualityModelSampler,
+    "ts-dist": RatingDistanceModelSampler,
+    "ts-dist-biased": BiasedRatingDistanceModelSampler,
+    "pfsp": PrioritizedFictitiousModelSampler,
+}
+"""Samplers by their names in `opponent_sampling_strategy`."""
+
+
+def tell_result(update: Callable[..., None], *result: Any, teams: Teams) -> None:
+    """Call the `update` of a registry or a sampler; a custom one may have no parameter `teams`."""
+    known = inspect.signature(update).parameters.values() if teams is not None else ()
+    takes_teams = any(one.name == "teams" or one.kind is one.VAR_KEYWORD for one in known)
+    update(*result, **({"teams": teams} if takes_teams else {}))
 
 
 def _check_arguments(method: Callable[..., Any], expected: str, number: int) -> None:

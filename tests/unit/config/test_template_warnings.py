@@ -1,0 +1,147 @@
+"""Prompts that a model may not understand are a warning of `check` and of the start of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.odd_tokenizers import make_odd_tokenizer
+from unstable_lite.config.reading import parse_config
+from unstable_lite.games.run_prompts import prompt_warnings
+from unstable_lite.games.templates import chats_in_use, templates_for
+from unstable_lite.models.tokenization import Tokenizer
+from unstable_lite.planning.envs import template_warnings, thinking_warnings
+from unstable_lite.planning.plan import make_plan
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURNS = ["<|im_start|>", "<|im_end|>"]
+
+
+def config_of(template: str, model_name: str = "builtin:tiny", **mine: Any) -> Any:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": template}
+    own = {"mine": {"user": "{observation}"} | mine}
+    config, problems = parse_config({"model_name": model_name, "train_envs": [env], "templates": own})
+    assert config is not None, problems
+    return config
+
+
+@pytest.mark.parametrize(
+    ("template", "unknown"),
+    [
+        ("tiny", None),
+        ("qwen3", None),
+        ("default-think", None),
+        ("chat", None),
+        ("gemma3-zs", "<start_of_turn>, <end_of_turn>"),
+        ("llama-instruct-zs", "<|start_header_id|>, <|end_header_id|>, <|eot_id|>"),
+    ],
+)
+def test_check_warns_of_markup_without_a_token_of_the_model(template: str, unknown: str | None) -> None:
+    rows = make_plan(config_of(template)).describe()
+    warnings = [text for name, text in rows if name == "warning" and text.startswith("prompt_template")]
+    assert len(warnings) == (unknown is not None)
+    assert all(
+        text.startswith(f"prompt_template {template!r}: builtin:tiny has no token {unknown},") for text in warnings
+    )
+
+
+def test_stop_string_without_a_token_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}, 7]}))
+    config = config_of("mine", str(tmp_path), stop=["<|im_end|>", "Observation:"])
+    (warning,) = template_warnings(config)
+    assert warning.startswith(f"prompt_template 'mine': {tmp_path} has no token <|im_end|>,")
+    (tmp_path / "tokenizer.json").unlink()
+    assert not [*template_warnings(config)], "the tokens are not known yet"
+    scripted = config.engine.model_copy(update={"kind": "scripted"})
+    assert not [*template_warnings(config_of("gemma3-zs").model_copy(update={"engine": scripted}))]
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "think", "is_warned"),
+    [
+        (CHATML + ASKED, None, False),
+        (CHATML + ASKED + "{# enable_thinking #}", None, True),
+        (CHATML + ASKED + "{# enable_thinking #}", ["<a>", "</a>"], False),
+        (CHATML + ASKED + "{# reasoning [THINK] #}", None, False),
+    ],
+)
+def test_unknown_tags_of_a_thought_are_warned_of(
+    tmp_path: Path, chat_template: str, think: list[str] | None, is_warned: bool
+) -> None:
+    path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template)
+    (tmp_path / "config.json").write_text("{}")
+    config = config_of("mine", path, **({"think": think} if think else {}))
+    prompts = Tokenizer(path).prompts(chats_in_use(config))
+    for warnings in ([*template_warnings(config)], [*prompt_warnings(config, prompts)]):
+        assert len(warnings) == is_warned
+        assert all("no known tags open and close a thought" in text for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("date", "is_dated"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", True),
+        ("{% if not date is defined %}{% set date = strftime_now(format='%Y') %}{% endif %}{{ date }}", True),
+        ("{% if strftime_now('%Y') | int > 2050 %}!{% endif %}", True),
+        ("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}", False),
+        ("26 Jul 2024", False),
+    ],
+)
+def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str, is_dated: bool) -> None:
+    path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=date + CHATML + ASKED)
+    config = config_of("mine", path, chat=True)
+    prompts = Tokenizer(path).prompts(chats_in_use(config))
+    warnings = [*prompt_warnings(config, prompts)]
+    assert len(warnings) == is_dated
+    assert all(text.startswith("prompt_template 'mine': the chat template of") for text in warnings)
+    assert templates_for(config, prompts)["mine"].prompt("o", 2).endswith("o<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_engine_without_a_tokenizer_gives_no_warning() -> None:
+    assert not [*prompt_warnings(config_of("gemma3-zs"), {"end_of_thinking": [1]})]
+
+
+TEMPLATES = {
+    "own-think": {"user": "{observation}", "assistant": "<think>"},
+    "closed": {"user": "{observation}", "assistant": "<think>\n\n</think>\n\n"},
+    "chat-think": {"chat": True, "user": "{observation}", "assistant": "<think>\n"},
+    "own-chat": {"chat": True, "user": "{observation}", "thinking": False},
+}
+
+
+def config_with(template: str = "tiny", **engine: Any) -> Any:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": template}
+    config, problems = parse_config({"train_envs": [env], "engine": engine, "templates": TEMPLATES})
+    assert config is not None, problems
+    return config
+
+
+@pytest.mark.parametrize("template", ["tiny", "qwen3", "closed", "own-chat", "chat-no-think"])
+def test_template_that_does_not_open_thinking_is_warned_of(template: str) -> None:
+    config = config_with(template, thinking_tokens=8)
+    (warning,) = thinking_warnings(config)
+    assert warning.startswith(f"engine.thinking_tokens = 8: prompt_template {template!r} does not open <think>")
+    assert not list(thinking_warnings(config_with(template)))
+
+
+@pytest.mark.parametrize("template", ["default-think", "qwen3-reasoning", "own-think", "chat-think"])
+def test_template_that_opens_thinking_is_not(template: str) -> None:
+    assert not list(thinking_warnings(config_with(template, thinking_tokens=8)))
+
+
+@pytest.mark.parametrize(("text", "warnings"), [("{{ messages }}<think>", 0), ("{{ messages }}", 1)])
+def test_chat_template_of_a_model_that_does_not_think_is_warned_of(tmp_path: Path, text: str, warnings: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
+    config = config_with("chat", thinking_tokens=8).model_copy(update={"model_name": str(tmp_path)})
+    assert len(list(thinking_warnings(config))) == warnings
+
+
+def test_check_shows_the_warning() -> None:
+    rows = make_plan(config_with(thinking_tokens=8)).describe()
+    assert any(name == "warning" and "thinking_tokens = 8" in text for name, text in rows)

@@ -1,0 +1,326 @@
+"""`scripted:greedy` and `scripted:optimal`, compared with the rules as TextArena plays them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.lookahead import (
+    GREEDY_GAMES,
+    OPTIMAL_ACTIONS,
+    GreedyPlayer,
+    OptimalPlayer,
+    greedy_actions,
+    is_optimal,
+    optimal_actions,
+)
+from unstable_lite.games.players.scripted import RandomLegalPlayer, legal_actions
+
+VARIANTS = {
+    "TicTacToe-v0-train": 60,
+    "TicTacToe-v0": 10,
+    "ConnectFour-v0-train": 25,
+    "ConnectFour-v0": 5,
+    "ConnectFour-v0-blind-train": 10,
+    "ConnectFour-v0-large-train": 2,
+    "SimpleTak-v0-train": 40,
+    "SimpleTak-v0": 5,
+    "SimpleTak-v0-large-train": 2,
+}
+"""Number of games by env id in which every position is checked."""
+
+
+def winning_actions(env: Environment, mover: int, actions: list[str]) -> list[str]:
+    """Return the actions that win for `mover`, tried in copies of the game under the env's own rules."""
+    winning = []
+    for action in actions:
+        trial: Any = copy.deepcopy(env._unwrapped)
+        trial.state.current_player_id = mover
+        done, _ = trial.step(action)
+        if done and trial.state.rewards is not None and trial.state.rewards[mover] == 1:
+            winning.append(action)
+    return winning
+
+
+@pytest.mark.parametrize("env_id", VARIANTS)
+def test_greedy_takes_every_win_or_else_every_block(env_id: str) -> None:
+    rng, seen = random.Random(1), {"win": 0, "block": 0, "neither": 0}
+    for seed in range(VARIANTS[env_id]):
+        env = Environment(env_id, 2, seed)
+        while True:
+            pid, observation = env.observe()
+            actions = legal_actions(env_id, observation)
+            wins, blocks = winning_actions(env, pid, actions), winning_actions(env, 1 - pid, actions)
+            assert greedy_actions(env_id, observation) == (wins or blocks or actions), observation
+            seen["win" if wins else "block" if blocks else "neither"] += 1
+            if env.step(rng.choice(actions)):
+                break
+    assert min(seen.values()) > 0, seen
+
+
+@pytest.mark.parametrize(
+    ("env_id", "least"), [("TicTacToe-v0-train", 0.8), ("ConnectFour-v0-train", 0.85), ("SimpleTak-v0-train", 0.68)]
+)
+def test_greedy_is_much_stronger_than_random_play(env_id: str, least: float) -> None:
+    points = 0.0
+    for seed in range(120):
+        env, seat = Environment(env_id, 2, seed), seed % 2
+        players = {seat: GreedyPlayer(env_id, seed), 1 - seat: RandomLegalPlayer(env_id, seed + 1)}
+        while True:
+            pid, observation = env.observe()
+            if env.step(players[pid].action(observation)):
+                break
+        points += (1 + env.close()[0][seat]) / 2
+    assert points / 120 >= least
+
+
+@pytest.mark.parametrize("family", GREEDY_GAMES)
+def test_greedy_refuses_other_envs_and_other_text(family: str) -> None:
+    with pytest.raises(UnsupportedEnvError, match="ConnectFour, TicTacToe, SimpleTak"):
+        greedy_actions("Nim-v0-train", "piles")
+    with pytest.raises(EnvError):
+        GreedyPlayer(f"{family}-v0-train", 0).action("Once upon a time")
+
+
+def play(env_id: str, seed: int, optimal_pid: int) -> dict[int, float]:
+    env = Environment(env_id, 2, seed)
+    players = {optimal_pid: OptimalPlayer(env_id, seed), 1 - optimal_pid: RandomLegalPlayer(env_id, seed + 1)}
+    while True:
+        pid, observation = env.observe()
+        if env.step(players[pid].action(observation)):
+            rewards, info = env.close()
+            assert not any(of_one["invalid_move"] for of_one in info.values())
+            return rewards
+
+
+@pytest.mark.parametrize("env_id", ["TicTacToe-v0-train", "TicTacToe-v0"])
+@pytest.mark.parametrize("pid", [0, 1])
+def test_optimal_tictactoe_never_loses_and_mostly_beats_random_play(env_id: str, pid: int) -> None:
+    rewards = [play(env_id, seed, pid)[pid] for seed in range(60)]
+    assert min(rewards) >= 0
+    assert sum(rewards) > 40
+
+
+def nim(*piles: int) -> str:
+    return "Current Pile:\n" + "".join(f"  pile {pile}: {size}\n" for pile, size in enumerate(piles))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "observation", "action", "expected"),
+    [
+        ("Nim-v0-train", nim(3, 4, 5), "[0 2]", True),
+        ("Nim-v0-train", nim(3, 4, 5), " [0 2] ", True),
+        ("Nim-v0-train", nim(3, 4, 5), "I take [ 00  2 ].", True),
+        ("Nim-v0-train", nim(3, 4, 5), "[9 9] or [0 2]", False),
+        ("KuhnPoker-v0-train", "Your card is: 'K'\n\nYour available actions are: '[check]', '[bet]'", "[Bet]", True),
+        ("Nim-v0-train", nim(3, 4, 5), "[0 1]", False),
+        ("Nim-v0-train", nim(3, 4, 5), "[9 9]", False),
+        ("Nim-v0-train", nim(3, 4, 5), "I resign", False),
+        ("Nim-v0-train", nim(1, 1, 0), "[0 1]", None),  # every move loses
+        ("Nim-v0-train", nim(1, 0, 0), "[0 1]", None),  # the only move
+        ("Nim-v0-train", "another game with this name", "[0 1]", None),
+        ("ConnectFour-v0-train", "no solver", "[col 3]", None),
+    ],
+)
+def test_move_is_judged_only_if_some_legal_move_is_worse(
+    env_id: str, observation: str, action: str, expected: bool | None
+) -> None:
+    assert is_optimal(env_id, observation, action) is expected
+
+
+def drawn(board: str) -> str:
+    rows = [
+        " | ".join(mark if mark != " " else str(3 * r + c) for c, mark in enumerate(board[3 * r : 3 * r + 3]))
+        for r in range(3)
+    ]
+    return "Current Board:\n\n" + "\n---+---+---\n".join(rows) + "\n\nAvailable Moves: some"
+
+
+def has_line(board: str) -> bool:
+    lines = [board[0:3], board[3:6], board[6:9], board[0::3], board[1::3], board[2::3], board[0::4], board[2:7:2]]
+    return "OOO" in lines or "XXX" in lines
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_line_of_play_beats_optimal_tictactoe(is_first: bool) -> None:
+    @cache
+    def worst(board: str, is_its_turn: bool) -> int:
+        """Return the worst result for it of all continuations: 1 it wins, 0 a draw, -1 it loses."""
+        if has_line(board):
+            return -1 if is_its_turn else 1
+        if " " not in board:
+            return 0
+        mark = "O" if board.count("O") == board.count("X") else "X"
+        cells = [index for index in range(9) if board[index] == " "]
+        if is_its_turn:
+            cells = [int(action[1]) for action in optimal_actions("TicTacToe-v0-train", drawn(board))]
+        return min(worst(board[:cell] + mark + board[cell + 1 :], not is_its_turn) for cell in cells)
+
+    assert worst(" " * 9, is_first) == 0
+
+
+def test_tictactoe_takes_an_available_win() -> None:
+    assert optimal_actions("TicTacToe-v0", drawn("OO XX    ")) == ["[2]"]
+    assert optimal_actions("TicTacToe-v0", drawn("OO XX   O")) == ["[5]"]
+
+
+@pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0", "Nim-v0-large-train"])
+def test_nim_is_won_from_every_winnable_start(env_id: str) -> None:
+    _, observation = Environment(env_id, 2, 0).observe()
+    assert is_won(tuple(sorted(sizes_in(observation)))), "the first player wins from these starts"
+    assert all(play(env_id, seed, optimal_pid=0)[0] == 1 for seed in range(30))
+
+
+def sizes_in(observation: str) -> list[int]:
+    return [int(line.partition(": ")[2]) for line in observation.splitlines() if line.startswith("  pile")]
+
+
+@cache
+def is_won(piles: tuple[int, ...]) -> bool:
+    """Return whether the player to move wins, by trying everything."""
+    return any(
+        not is_won(tuple(sorted((*piles[:index], left, *piles[index + 1 :]))))
+        for index, size in enumerate(piles)
+        for left in range(size)
+    )
+
+
+def test_nim_leaves_a_lost_position_if_possible() -> None:
+    for piles in itertools.product(range(6), repeat=3):
+        if not any(piles):
+            continue
+        observation = "Current Pile:\n" + "\n".join(f"  pile {index}: {size}" for index, size in enumerate(piles))
+        actions = optimal_actions("Nim-v0", observation)
+        assert actions
+        for action in actions:
+            pile, taken = map(int, action.strip("[]").split())
+            left = [*piles[:pile], piles[pile] - taken, *piles[pile + 1 :]]
+            assert 0 < taken <= piles[pile]
+            assert is_won(tuple(sorted(piles))) == (not is_won(tuple(sorted(left))))
+
+
+# Kuhn poker: (first player's card, second player's card, actions) to the first player's payoff
+
+Payoffs = dict[tuple[int, int, tuple[str, ...]], float]
+Strategy = Callable[[int, tuple[str, ...]], dict[str, float]]
+"""Strategy: (own card, previous actions) to the probability of each action."""
+
+ENDS = [("check", "check"), ("check", "bet", "fold"), ("check", "bet", "call"), ("bet", "fold"), ("bet", "call")]
+DEALS = list(itertools.permutations(range(3), 2))
+
+
+@pytest.fixture(scope="module")
+def payoffs() -> Payoffs:
+    """Return the env's payoffs for every deal and every course of a hand."""
+    paid: Payoffs = {}
+    for seed in itertools.count():
+        for end in ENDS:
+            env = Environment("KuhnPoker-v0-train", 2, seed)
+            starter, _ = env.observe()
+            state = env._env.state.game_state
+            cards = (state["player_cards"][starter], state["player_cards"][1 - starter])
+            before = state["player_chips"][starter] + 1  # the ante is already in the pot
+            for action in end:
+                env.step(f"[{action}]")
+                env.observe()
+            # The antes of the next hand are already paid.
+            paid[*cards, end] = state["player_chips"][starter] + 1 - before
+        if len(paid) == len(DEALS) * len(ENDS):
+            return paid
+    raise AssertionError
+
+
+def best_response(payoffs: Payoffs, strategy: Strategy, responder: int) -> float:
+    """Return the exact mean payoff per hand of the best response to `strategy`.
+
+    responder: 0 begins, 1 does not.
+    """
+
+    def value(history: tuple[str, ...], weights: dict[tuple[int, int], float]) -> float:
+        """Return the responder's payoff; `weights` are the probabilities of the possible deals with this history."""
+        if history in ENDS:
+            sign = 1 if responder == 0 else -1
+            return sum(weight * sign * payoffs[*deal, history] for deal, weight in weights.items())
+        mover = len(history) % 2
+        actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
+        if mover == responder:
+            return max(value((*history, action), weights) for action in actions)
+        return sum(
+            value(
+                (*history, action),
+                {deal: weight * strategy(deal[mover], history)[action] for deal, weight in weights.items()},
+            )
+            for action in actions
+        )
+
+    own_cards = range(3)
+    return sum(value((), {deal: 1 / 6 for deal in DEALS if deal[responder] == card}) for card in own_cards)
+
+
+def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
+    """Return the action probabilities of `scripted:optimal`, asked as the env asks it."""
+    actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
+    listed = ", ".join(f"'[{action}]'" for action in actions)
+    best = optimal_actions(
+        "KuhnPoker-v0-train", f"Your card is: '{'JQK'[card]}'\n\nYour available actions are: {listed}"
+    )
+    return {action: (f"[{action}]" in best) / len(best) for action in actions}
+
+
+def kuhns(card: int, history: tuple[str, ...], alpha: float = 1 / 3) -> dict[str, float]:
+    """Return an equilibrium strategy of Kuhn's own game, in which a bet costs a chip."""
+    bets = {(): (alpha, 0.0, 3 * alpha), ("check",): (1 / 3, 0.0, 1.0)}
+    calls = {("bet",): (0.0, 1 / 3, 1.0), ("check", "bet"): (0.0, alpha + 1 / 3, 1.0)}
+    if history in bets:
+        return {"bet": bets[history][card], "check": 1 - bets[history][card]}
+    return {"call": calls[history][card], "fold": 1 - calls[history][card]}
+
+
+def test_bet_costs_nothing_and_a_hand_is_worth_one_in_this_kuhn_poker(payoffs: Payoffs) -> None:
+    for (first, second, end), paid in payoffs.items():
+        folder = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}.get(end)
+        is_won = folder == 1 if folder is not None else first > second
+        assert paid == (1 if is_won else -1)
+
+
+@pytest.mark.parametrize("responder", [0, 1])
+def test_optimal_kuhn_poker_is_unexploitable_unlike_kuhns_strategy(payoffs: Payoffs, responder: int) -> None:
+    assert best_response(payoffs, scripted, responder) == pytest.approx(0, abs=1e-12)
+    assert best_response(payoffs, kuhns, responder) > 0.1
+
+
+def test_best_response_is_exact_on_kuhns_own_game() -> None:
+    """The value of the game is -1/18 for the first player (Kuhn, 1950)."""
+    stakes = {end: 2 if end[-1] == "call" else 1 for end in ENDS}
+    folders = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}
+    original = {
+        (first, second, end): stakes[end] * (1 if (folders[end] == 1 if end in folders else first > second) else -1)
+        for first, second in DEALS
+        for end in ENDS
+    }
+    assert best_response(original, kuhns, responder=0) == pytest.approx(-1 / 18)
+    assert best_response(original, kuhns, responder=1) == pytest.approx(1 / 18)
+
+
+def test_optimal_refuses_other_envs_and_other_text() -> None:
+    with pytest.raises(UnsupportedEnvError, match="TicTacToe, Nim, KuhnPoker"):
+        optimal_actions("SimpleTak-v0-train", "a board")
+    for family in OPTIMAL_ACTIONS:
+        with pytest.raises(EnvError):
+            OptimalPlayer(f"{family}-v0-train", 0).action("Once upon a time")
+
+
+def test_same_seed_makes_the_same_moves_and_uses_all_best_actions() -> None:
+    empty, before = drawn(" " * 9), random.getstate()
+    draws = [[player.action(empty) for _ in range(60)] for player in (OptimalPlayer("TicTacToe-v0", 5) for _ in "ab")]
+    assert draws[0] == draws[1]
+    assert set(draws[0]) == {f"[{cell}]" for cell in range(9)}
+    assert random.getstate() == before

@@ -1,0 +1,154 @@
+"""Another person's run directory may hold links and FIFOs: nothing is written through them, and no command waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fakes import runs
+from unstable_lite.cli.app import app
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.results import Results, write_csv
+from unstable_lite.files import AppendFile, RecordLog, check_links, open_log, replaced
+from unstable_lite.orchestrator.event_loop import log_file
+from unstable_lite.tracking.run_directory import recorded_questions
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "resume": ("run", "--resume", "RUN"),
+    "report": ("report", "RUN"),
+    "top": ("top", "RUN"),
+    "report of several": ("report", "OTHER", "RUN", "--output", "OUT"),
+    "eval": ("eval", "RUN", "--output", "OUT"),
+    "eval of another config": ("eval", "RUN", "--output", "OUT", "--config", "CONFIG"),
+    "eval of one checkpoint": ("eval", "run:RUN/ckpt-1", "--output", "OUT", "--config", "CONFIG"),
+    "probe": ("probe", "RUN"),
+    "play": ("play", "RUN"),
+    "push": ("push", "RUN", "me/model", "--dry-run", "OUT"),
+}
+
+
+def write_run(directory: Path) -> Path:
+    """Write a run directory without an adapter: every command has to refuse it before it needs one."""
+    (directory / "checkpoints" / "ckpt-1").mkdir(parents=True)
+    shutil.move(runs.write_small(directory), directory / "config.toml")
+    (directory / "versions.json").write_text("{}")
+    for name in ("games", "eval", "metrics"):
+        (directory / f"{name}.jsonl").touch()
+    (directory / "checkpoints" / "latest").symlink_to("ckpt-1")
+    return directory
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_every_command_refuses_a_run_with_a_link_to_elsewhere(tmp_path: Path, words: tuple[str, ...]) -> None:
+    directory, victim = write_run(tmp_path / "run"), tmp_path / "victim"
+    victim.write_text("mine")
+    link = directory / "logs" / "deep" / "link"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("../../../victim")
+    places = {"RUN": directory, "OTHER": write_run(tmp_path / "other"), "OUT": tmp_path / "out"}
+    places["CONFIG"] = runs.write_small(tmp_path)
+    for name, place in places.items():
+        words = tuple(word.replace(name, str(place)) for word in words)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and f"{link} is a link to ../../../victim" in done.output, done.output
+    assert victim.read_text() == "mine"
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_refused"),
+    [
+        (lambda path: path.symlink_to("/etc"), True),
+        (lambda path: path.symlink_to("../../run-2"), True),
+        (lambda path: path.symlink_to("absent/../../../elsewhere"), True),
+        (_fifo, True),
+        (lambda path: path.symlink_to("../checkpoints/ckpt-1"), False),
+        (lambda path: path.symlink_to("latest"), False),
+        (lambda path: path.symlink_to(path.name), False),
+    ],
+    ids=["absolute", "sibling", "dangling", "FIFO", "inside", "dangling inside", "loop"],
+)
+def test_only_links_that_stay_inside_the_run_are_accepted(
+    tmp_path: Path, make: Callable[[Path], None], is_refused: bool
+) -> None:
+    directory = write_run(tmp_path / "run")
+    (tmp_path / "run-2").mkdir()
+    make(directory / "checkpoints" / "odd")
+    named = tmp_path / "link"  # a person's own link to the run
+    named.symlink_to(directory)
+    if is_refused:
+        with pytest.raises(ConfigError, match="checkpoints/odd is"):
+            check_links(named)
+    else:
+        check_links(named)
+
+
+def test_links_that_wandb_itself_makes_are_accepted(tmp_path: Path) -> None:
+    logs = write_run(tmp_path / "run") / "wandb" / "run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
+    check_links(tmp_path / "run")
+
+
+@pytest.mark.parametrize("make", [lambda path, victim: path.symlink_to(victim), lambda path, _: os.mkfifo(path)])
+def test_nothing_is_written_through_a_link_or_into_a_fifo(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text('{"n": 1}\nunfinished')
+    make(link := tmp_path / "link", victim)
+    for write in (AppendFile, RecordLog, open_log, lambda path: write_csv(path, ["a"], [{"a": 1}])):
+        with pytest.raises(OSError, match="link"):
+            write(link)
+    make(tmp_path / ".page.html.partial", victim)
+    with replaced(tmp_path / "page.html") as partial:
+        partial.write_text("page")
+    assert (tmp_path / "page.html").read_text() == "page"
+    make(tmp_path / ".settings.json.partial", victim)
+    (tmp_path / "settings.json").symlink_to(victim)
+    with pytest.raises(ConfigError):
+        Results(tmp_path, {})
+    assert victim.read_text() == '{"n": 1}\nunfinished'
+
+
+def test_log_is_made_again_if_its_directory_was_removed(tmp_path: Path) -> None:
+    import logging
+
+    path, log = tmp_path / "logs" / "orchestrator.log", logging.getLogger("unstable_lite.x")
+    with log_file(path):
+        log.info("first")
+        shutil.rmtree(path.parent)
+        log.info("second")
+    assert "second" in path.read_text()
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["[]", "null", DEEP, '{"packages": []}', '{"questions": 5}', "{"])
+@pytest.mark.parametrize("command", ["report", "push"])
+def test_odd_versions_of_a_run_end_no_command_with_a_traceback(tmp_path: Path, command: str, text: str) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / "versions.json").write_text(text)
+    places = {"RUN": str(directory), "OUT": str(tmp_path / "out")}
+    done = CliRunner().invoke(app, [places.get(word, word) for word in COMMANDS[command]])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert "Traceback" not in done.output
+    assert recorded_questions(directory) == {}
+
+
+@pytest.mark.parametrize("command", ["report", "probe", "push"])
+def test_config_whose_section_is_a_number_is_refused_by_name(tmp_path: Path, command: str) -> None:
+    directory = write_run(tmp_path / "run")
+    config = directory / "config.toml"
+    config.write_text("run = 5\n" + config.read_text().replace("[run]", "[other]"))
+    places = {"RUN": str(directory), "OUT": str(tmp_path / "out")}
+    done = CliRunner().invoke(app, [places.get(word, word) for word in COMMANDS[command]])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
+    assert str(directory) in done.output.replace("\n", ""), done.output

@@ -1,0 +1,97 @@
+"""The number of CPUs of a container, and the socket directories that a killed run leaves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.transport.cpus import usable_cpus
+from unstable_lite.transport.rpc import BUS, SOCKETS, make_socket_directory, reap_stale_sockets
+
+V1 = "3:cpu,cpuacct:/docker/a\n2:memory:/docker/a\n1:name=systemd:/docker/a\n"
+
+
+def v1(group: str, quota: int) -> dict[str, str]:
+    return {f"cpu{group}/cpu.cfs_quota_us": f"{quota}\n", f"cpu{group}/cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "400000 100000\n"}, 4),
+        ("0::/a/b\n", {"a/b/cpu.max": "800000 100000\n", "a/cpu.max": "400000 100000\n"}, 4),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1),
+        ("0::/docker/on/the/host\n", {"cpu.max": "300000 100000\n"}, 3),
+        ("0::/a\n", {"a/cpu.max": "50000 100000\n"}, 1),
+        ("0::/a\n", {"a/cpu.max": "9900000 100000\n"}, 16),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, 16),
+        ("0::/a\n", {"a/cpu.max": "damaged"}, 16),
+        ("0::/a\n", {"a/cpu.max": f"{'9' * 500} 100000\n"}, 16),
+        ("0::/\udcff\n\nx\n", {"cpu.max": "300000 100000\n"}, 3),
+        (V1, v1("/docker/a", 200_000), 2),
+        (V1, v1("/docker/a", -1) | v1("/docker", 300_000), 3),
+        (V1, v1("", 300_000), 3),
+        (V1, v1("/docker/a", -1) | {"memory/docker/a/cpu.max": "100000 100000"}, 16),
+        ("", {}, 16),
+    ],
+)
+def test_number_of_cpus_is_the_smaller_of_mask_and_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], cpus: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_bytes(os.fsencode(groups))
+    for name, content in files.items():
+        path = tmp_path / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert usable_cpus(tmp_path) == cpus
+
+
+def test_mask_alone_counts_without_control_groups(tmp_path: Path) -> None:
+    assert usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_only_socket_directories_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive, full, starting, foreign = (make_socket_directory() for _ in range(5))
+    file, mine = tmp_path / f"{SOCKETS}file", tmp_path / f"{SOCKETS}mine"
+    (tmp_path / f"{SOCKETS}link").symlink_to(dead)
+    file.touch()
+    mine.mkdir()
+    (mine / BUS).write_text("a person's file")
+    elsewhere = make_socket_directory().rename(tmp_path / "ul-of-another-machine")
+    (dead / "env-0.call").touch()
+    with (
+        socket.socket(socket.AF_UNIX) as ended,
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as busy,
+        socket.socket(socket.AF_UNIX) as of_another_user,
+        socket.socket(socket.AF_UNIX) as of_another_machine,
+    ):
+        for one, directory in ((ended, dead), (listener, alive), (busy, full), (of_another_user, foreign)):
+            one.bind(str(directory / BUS))
+        of_another_machine.bind(str(elsewhere / BUS))
+        of_another_machine.close()
+        listener.listen()
+        busy.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(str(full / BUS))
+        ended.close()
+        of_another_user.close()
+        own = os.geteuid()
+        if own == 0:
+            os.chown(foreign, 12345, 12345)
+        found = [path for path in reap_stale_sockets() if path.parent == tmp_path]
+        for client in waiting:
+            client.close()
+    assert found == ([dead] if own == 0 else sorted([dead, foreign]))
+    assert not dead.exists() and alive.exists() and full.exists() and starting.exists()
+    assert (mine / BUS).exists() and file.exists() and elsewhere.exists()

@@ -1,0 +1,384 @@
+"""A run's directory as other processes read it: by `top` again and again, once by `runs` and once by a report.
+
+A refresh reads only the lines that were added since the last one. A report has runs in groups that differ in the seed
+alone. Runs may be unfinished, and the list of the runs on this disk has also damaged ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+from rich import filesize
+from rich.text import Text
+
+from unstable_lite.adapters.store import LOCK, try_lock
+from unstable_lite.dashboards.league import League
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import check_links, parsed_line, understood
+from unstable_lite.planning.trust import CONFIG
+from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
+
+Metrics = dict[str, Any]
+PACE_UPDATES = 20
+OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
+"""Config keys in which runs of one group may differ."""
+MAX_POINTS = 1000
+"""Most points of a curve; longer ones are thinned evenly."""
+MAX_LABEL_CHARS = 60
+STATE_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "killed": "red", "unreadable": "red"}
+
+
+class Pace(NamedTuple):
+    seconds_per_update: float
+    games_per_s: float
+
+
+class _Tail:
+    """Complete lines of a JSON-lines file that grows; read from its beginning again if it was rewritten."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.readings = 0
+        """Number of times that the file was read from its beginning."""
+        self._path = path
+        self._offset = 0
+        self._inode = -1
+
+    def refresh(self) -> None:
+        """Read the new lines. Raises UnstableError for one that is not a record of an update."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._offset, self._inode = 0, status.st_ino
+                    self.readings += 1
+                    self.lines.clear()
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UnstableError(f"{self._path} cannot be read: {error.strerror}") from None
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            self.lines.append(parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}"))
+
+
+class RunDirectory:
+    """A run on disk: `refresh`, then read. All values are as of the newest update."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open a run directory. Raises UnstableError if it is not one."""
+        self.directory = directory
+        path = directory / CONFIG
+        if not path.is_file():
+            raise UnstableError(f"{directory} is not a run directory: it has no {CONFIG}")
+        check_links(directory)
+        try:
+            self.config_text = path.read_text(encoding="utf-8")
+            self.config: dict[str, Any] = tomllib.loads(self.config_text)
+            if missing := {"model_name", "run", "train_envs"} - self.config.keys():
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            if not isinstance(self.config["run"], dict):
+                raise ValueError("run is not a table")
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnstableError(f"{path} cannot be read: {error}") from None
+        self.live: dict[str, Any] = {}
+        """Content of live.json; empty before the run has written it."""
+        self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
+        self._league, self._league_lines, self._league_readings = League(), 0, 0
+
+    def refresh(self) -> None:
+        for tail in self._tails.values():
+            tail.refresh()
+        try:
+            live = json.loads((self.directory / LIVE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            live = None
+        self.live = live if isinstance(live, dict) else {}
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process that wrote live.json exists; only meaningful on its machine."""
+        return bool(self.live) and not self.live["has_ended"] and psutil.pid_exists(self.live["pid"])
+
+    @property
+    def ending(self) -> str | None:
+        """Return `ended`, `failed`, or None if the run said neither."""
+        if not self.live.get("has_ended"):
+            return None
+        return "failed" if self.live.get("has_failed") else "ended"  # runs of before know no failure
+
+    @property
+    def num_updates(self) -> int:
+        return max((line["step"] for line in self.lines("metrics")), default=0)
+
+    @property
+    def learning_steps(self) -> int:
+        return int(self.live.get("learning_steps") or self.config["run"]["learning_steps"])
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of `<name>.jsonl`: of metrics, league, eval or alarms."""
+        return self._tails[name].lines
+
+    def updates(self) -> list[Metrics]:
+        """Return the line of metrics of each update."""
+        return [line for line in self.lines("metrics") if "run/games" in line]
+
+    def series(self, name: str, n: str | None = None) -> list[float]:
+        """Return one metric over the updates, if it is a number and its sample size, the metric `n`, is not 0."""
+        lines = [line for line in self.updates() if n is None or line.get(n)]
+        return [line[name] for line in lines if line.get(name) is not None]
+
+    def pace(self) -> Pace | None:
+        """Return the rate over the newest updates; None before there are two of them."""
+        lines = self.updates()[-PACE_UPDATES:]
+        if len(lines) < 2:
+            return None
+        seconds = lines[-1]["run/seconds"] - lines[0]["run/seconds"]  # without the time between a stop and a resume
+        if seconds <= 0:
+            return None
+        games = lines[-1]["run/games"] - lines[0]["run/games"]
+        return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
+
+    def latest(self) -> Metrics:
+        lines = self.updates()
+        return lines[-1] if lines else {}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the evaluations with a quota by update; they overlap and end in any order."""
+        with_quota = [line for line in self.lines("eval") if line["label"] != "concurrent"]
+        return sorted(with_quota, key=lambda line: line["step"])
+
+    def alarms(self) -> list[str]:
+        """Return each alarm once, the oldest first."""
+        return [f"update {line['step']}: {line['text']}" for line in self.lines("alarms") if not line.get("is_repeat")]
+
+    def league(self) -> League:
+        """Return the ratings and results, which are not to be changed; only lines since the last call are read."""
+        tail = self._tails["league"]
+        if self._league_readings != tail.readings:
+            self._league, self._league_lines, self._league_readings = League(), 0, tail.readings
+        for line in tail.lines[self._league_lines :]:
+            self._league.add(line["models"], line["matches"])
+        self._league_lines = len(tail.lines)
+        return self._league
+
+
+@dataclass(slots=True, kw_only=True)
+class RunEntry:
+    directory: Path
+    began: float = 0.0
+    """Start time, in seconds since the epoch."""
+    size_bytes: int = 0
+    state: str = "unreadable"
+    """`running`, `paused`, `ended`, `failed` (by an error or a second Ctrl-C), `killed` (its process is gone without a
+    record), or `unreadable`, for any damage."""
+    updates: str = "0/0"
+    """Number of updates, made and planned."""
+    points: str = "–"
+    """Points and number of games of the newest evaluation."""
+    content: str = ""
+    """Algorithm, model and training envs."""
+
+
+def list_runs(outputs: Path) -> list[RunEntry]:
+    """Return every run in `outputs`, the newest first. Raises UnstableError if there is none."""
+    return sorted(map(_entry, runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
+
+
+def runs_table(entries: Sequence[RunEntry]) -> Text:
+    """Return three lines per run: numbers, content, and the directory, which is never cut because it is copied."""
+    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'points (games)':>15}  {'size':>9}", style="bold")]
+    for entry in entries:
+        line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
+        line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
+        line.append(f"  {entry.updates:>11}  {entry.points:>15}  {filesize.decimal(entry.size_bytes):>9}")
+        lines += [line, Text(f"    {entry.content}", style="dim"), Text(f"    {entry.directory}")]
+    return Text("\n").join(lines)
+
+
+def _entry(directory: Path) -> RunEntry:
+    entry = RunEntry(directory=directory)
+    with suppress(UnstableError, OSError):
+        entry.began, entry.size_bytes = _began(directory), _size_on_disk(directory)
+        with understood(directory):
+            run = RunDirectory(directory)
+            run.refresh()
+            counted = [line for line in run.lines("eval") if line["n"] and line["points"] is not None]
+            newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
+            points = "–" if newest is None else f"{newest['points']:.1%} ({newest['n']})"
+            env_ids = dict.fromkeys(str(env["env_id"]) for env in run.config["train_envs"])
+            content = ", ".join((run.config.get("algorithm", ""), run.config["model_name"], *env_ids)).strip(", ")
+            is_paused = (directory / PAUSED).exists()
+            state = ("paused" if is_paused else "running") if _is_locked(run) else run.ending or "killed"
+            entry.updates, entry.points, entry.content = f"{run.num_updates}/{run.learning_steps}", points, content
+            entry.state = state
+    return entry
+
+
+def _is_locked(run: RunDirectory) -> bool:
+    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
+    if not (run.directory / LOCK).exists():
+        return False
+    try:
+        lock = try_lock(run.directory)
+    except PermissionError:
+        return run.is_running
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def _began(directory: Path) -> float:
+    """Return the start time in the name, because copying changes the times of files; else that of the first file."""
+    try:
+        return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
+    except ValueError:
+        return min(path.stat().st_mtime for path in directory.glob("config*.toml"))  # a resume may rewrite it
+
+
+def _size_on_disk(path: Path) -> int:
+    """Return the bytes of all files in a directory; a file that disappears counts as 0."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(Path(directory, name)).st_size
+    return total
+
+
+class RunData(RunDirectory):
+    """A run as it is when it is read: with its curves, its ratings, and its place among the runs of a report."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read a run. Raises UnstableError if it is not a run directory, or cannot be read."""
+        super().__init__(directory)
+        path = directory / "versions.json"
+        try:
+            self.versions = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnstableError(f"{path} cannot be read: {error}") from None
+        self.label = ""
+        self.group = 0
+        """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+        self.ladder_rows: dict[str, list[tuple[int, float, float, int]]] = defaultdict(list)
+        """(update, μ, σ, games) at every change, by model, of models that have played."""
+        with understood(directory):
+            self.refresh()
+            self._read_metrics()
+            for line in self.lines("league"):
+                for uid, (mu, sigma, games, *_) in line["models"].items():
+                    if games:
+                        self.ladder_rows[uid].append((line["step"], mu, sigma, games))
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["run"].get("seed", 0))
+
+    def _read_metrics(self) -> None:
+        """Read one row for each update and one for step 0, each merged from all its lines."""
+        rows: dict[int, dict[str, Any]] = {}
+        for line in self.lines("metrics"):
+            rows.setdefault(line["step"], {}).update(line)
+        rows = {step: rows[step] for step in sorted(rows)}
+        hours, seconds = dict[int, float](), 0.0
+        for step, row in rows.items():  # by the run's own clock, which stands still between a kill and a resume
+            seconds = row.get("run/seconds", seconds)
+            hours[step] = round(seconds / 3600, 4)
+        stride = math.ceil(len(rows) / MAX_POINTS) or 1
+        self.steps = sorted({*[*rows][::stride], *[*rows][-1:]})
+        """Updates with metrics: all, or every k-th and the last."""
+        self.hours = [hours[step] for step in self.steps]
+        """Duration of the run at each of `steps`."""
+        names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
+        kept = [rows[step] for step in self.steps]
+        self.curves = {
+            name: [None if row.get(name) is None else float(f"{row[name]:.6g}") for row in kept] for name in names
+        }
+        """A value for each of `steps`, by metric name."""
+        self.newest = {name: value for row in rows.values() for name, value in row.items() if value is not None}
+        """Newest value of every metric."""
+        self.lines("metrics").clear()  # a report needs no more than the curves
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    label: str
+    differing: dict[str, str] = field(default_factory=dict)
+    """Values of the keys in which the groups differ."""
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunData]:
+    """Read and group runs; a group's runs are adjacent. Raises UnstableError."""
+    runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
+    keys = [json.dumps(_shared_config(run), sort_keys=True, default=str) for run in runs]
+    order = list(dict.fromkeys(keys))
+    for run, key in zip(runs, keys, strict=True):
+        run.group = order.index(key)
+    runs.sort(key=lambda run: run.group)
+    groups = groups_of(runs)
+    labels = [" · ".join(filter(None, (groups[run.group].label, f"seed {run.seed}"))) for run in runs]
+    for run, label in zip(runs, labels, strict=True):
+        started = run.directory.name[:8]  # the time of day, with which run directories begin
+        run.label = f"{label} ({started})" if labels.count(label) > 1 else label
+    return runs
+
+
+def groups_of(runs: Sequence[RunData]) -> list[Group]:
+    """Return the groups in order. A single group has no label."""
+    configs = {run.group: _shared_config(run) for run in runs}
+    differing = differences([*configs.values()])
+    groups = []
+    for number in range(len(configs)):
+        own = {key: _short(values[number]) for key, values in differing.items()}
+        shown = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in own.items())
+        letter = f"config {chr(ord('A') + number % 26)}"
+        label = (shown if len(shown) <= MAX_LABEL_CHARS else letter) if len(configs) > 1 else ""
+        groups.append(Group(label, own))
+    return groups
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the values, one for each config, of the keys in which flat configs differ."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = {key: [_text(config.get(key)) for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _shared_config(run: RunData) -> dict[str, Any]:
+    """Return the config without the keys in which runs of one group may differ."""
+    return {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `section.key` and the value of every scalar and plain list; tables in a list are counted from 0."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from flat(inner, f"{prefix}.{index}")
+    else:
+        yield prefix, value
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"

@@ -1,0 +1,98 @@
+"""The command `eval` as calls for scripts and notebooks: `unstable_lite.evaluate`, `unstable_lite.exploitability`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.evaluation.evaluator import evaluate as play_evaluation
+from unstable_lite.evaluation.plan import EvaluationPlan, plan_evaluation
+from unstable_lite.evaluation.results import table_rows
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.plugins import check_not_imported
+
+T = TypeVar("T")
+
+Words = str | Path | Sequence[str | Path]
+
+
+def evaluate(
+    models: Words,
+    *,
+    output: str | Path | None = None,
+    games: int = 200,
+    envs: Words = (),
+    opponents: Words = (),
+    temperature: float | None = None,
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    trust_config: bool = False,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Play `games` games of each model, opponent and env, and return a row for each: those of table.csv.
+
+    The arguments are those of `unstable-lite eval`. output: directory of the games and tables, which the same call
+    continues; by default nothing is kept. A value that does not exist, such as the win rate of an env of one player, is
+    None. Raises UnstableError for anything that the command reports.
+    """
+    check_not_imported()
+    with tempfile.TemporaryDirectory() as unkept:
+        options = {"output": Path(output or unkept), "games": games, "temperature": temperature}
+        plan = _plan(models, envs, opponents, config, overrides=overrides, trusts_config=trust_config, **options)
+        evaluated = _in_a_loop(play_evaluation(plan, TerminalInterface(quiet=quiet).say))
+    rows = table_rows(evaluated.evaluations)
+    return [{name: None if isinstance(x, float) and math.isnan(x) else x for name, x in row.items()} for row in rows]
+
+
+def exploitability(
+    models: Words,
+    *,
+    envs: Words = (),
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    force: bool = False,
+    trust_config: bool = False,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Return a row for each model and env: those of exact.csv, after one for random legal play.
+
+    The arguments are those of `unstable-lite eval --exact`. Raises UnstableError for anything that the command reports.
+    """
+    from unstable_lite.evaluation.scoring import evaluate_exactly
+
+    plan = _plan(models, envs, "base", config, overrides=overrides, trusts_config=trust_config, output=Path())
+    return list(map(asdict, evaluate_exactly(plan, force, TerminalInterface(quiet=quiet).say)))
+
+
+def _plan(models: Words, envs: Words, opponents: Words, config: str | Path | None, **options: Any) -> EvaluationPlan:
+    words = ([given] if isinstance(given, str | Path) else given for given in (models, envs, opponents))
+    ours, played, theirs = (list(map(str, given)) for given in words)
+    return plan_evaluation(ours, envs=played, opponents=theirs, config=Path(config) if config else None, **options)
+
+
+def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, within an event loop (a notebook has one) in a thread that Ctrl-C cancels."""
+    if asyncio._get_running_loop() is None:
+        return run_in_loop(coroutine)
+    cancel = futures.Future[Callable[[], object]]()
+
+    async def cancellable() -> T:
+        task = asyncio.ensure_future(coroutine)
+        cancel.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        return await task
+
+    with futures.ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(run_in_loop, cancellable())
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            cancel.result()()
+            raise
