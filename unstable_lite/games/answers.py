@@ -64,6 +64,8 @@ def without_thinking(text: str, tags: Tags = THINK) -> str | None:
     Thinking ends at its first `</think>`; a `<think>` inside it is plain text. Text before a `</think>` that nothing
     opened is thinking, because prompts may open it. A newline replaces thinking, so no box is joined from two parts.
     """
+    if tags[0] not in text and tags[1] not in text:  # most answers
+        return text
     outside: list[str] = []
     is_thinking, start = False, 0
     for tag in _pattern(tags).finditer(text):
@@ -232,12 +234,13 @@ _LAST = _rules(
 )
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:> ]|~)\d{3})+(?!\d)")
 """A number with LaTeX spaces between groups of three digits."""
+_LATEX = re.compile(r"[\\${~]")
 _SYMBOL = re.compile(rf"\\({'|'.join(_SYMBOLS)})(?![A-Za-z])")
 
 
 def plain(text: str) -> str:
     """Return the text without LaTeX, also of moves such as `{[0]}`; braces around anything else stay."""
-    if len(text) > MOST_CHARS or not any(char in text for char in "\\${~"):
+    if len(text) > MOST_CHARS or not _LATEX.search(text):
         return text.strip()
     for pattern, new in _FIRST:
         text = pattern.sub(new, text)

@@ -258,8 +258,8 @@ class ModelRegistry:
             self.match_counts[pair] += 1
             self.touched_pairs[pair] = None
         sides = sides_of(uids, scores, teams)
-        if len(sides) > 1 and placed(sides):  # else a mirror game, or one team
-            self._count_outcomes(sides)
+        if len(sides) > 1 and (places := placed(sides)):  # else a mirror game, or one team
+            self._count_outcomes(sides, places)
             self._rate(sides, env_id)
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,8 +352,8 @@ class ModelRegistry:
         self._checkpoints = [meta for meta in active if meta.kind == "checkpoint"]
         self._fixed = [meta for meta in active if meta.kind == "fixed"]
 
-    def _count_outcomes(self, sides: Sequence[Side]) -> None:
-        best, is_shared, places = sides[0].place, sides[0].place == sides[1].place, placed(sides)
+    def _count_outcomes(self, sides: Sequence[Side], places: Mapping[str, tuple[int, float]]) -> None:
+        best, is_shared = sides[0].place, sides[0].place == sides[1].place
         for uid, (_, place) in places.items():
             meta = self._models[uid]
             if place > best:

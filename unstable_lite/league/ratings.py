@@ -93,13 +93,13 @@ def sides_of(uids: Mapping[int, str], scores: Mapping[int, float], teams: Teams)
 
 def placed(sides: Sequence[Side]) -> dict[str, tuple[int, float]]:
     """Return for each model the number and the place of the side with most of it, unless several have as much."""
-    found = {}
-    for uid in dict.fromkeys(uid for side in sides for uid in side.weights):
-        weights = [side.weights.get(uid, 0.0) for side in sides]
-        if weights.count(max(weights)) == 1:
-            side = weights.index(max(weights))
-            found[uid] = (side, sides[side].place)
-    return found
+    best: dict[str, tuple[float, tuple[int, float] | None]] = {}
+    for number, side in enumerate(sides):
+        for uid, weight in side.weights.items():
+            most = best[uid][0] if uid in best else 0.0
+            if weight >= most:
+                best[uid] = weight, ((number, side.place) if weight > most else None)
+    return {uid: found for uid, (_, found) in best.items() if found is not None}
 
 
 def pairs_of(uids: Mapping[int, str], teams: Teams) -> dict[tuple[str, str], None]:
