@@ -3,9 +3,9 @@
 A whole run: 1,000 games at once over twelve envs, two scripted engines whose answers take time, and a learner that
 really learns. Faults strike at random: engine, learner and env processes are killed, or stopped until they count as
 dead; an env raises; an env never returns; an unknown peer sends malformed frames. Each fault is followed until its
-victim works again. At the end the games are counted (each started game has one record, or was in flight when the run
-ended), and memory, file descriptors, tasks and shared memory are compared with the beginning. `--minutes 60` is a soak
-test.
+victim works again. The games of an env process that dies are void, and count as struck. At the end the games are
+counted (each started game has one record, or was in flight when the run ended), and memory, file descriptors, tasks and
+shared memory are compared with the beginning. `--minutes 60` is a soak test.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ VOID_BY = {
     "env process stopped": "its process was killed",
     "env process killed": "was killed by SIGKILL",
     "env hangs": "did not return within run.env_timeout_s",
+    "death of an env process outside of the game's calls": "in no call of this game",
 }
 """Fault to the words that its games' records contain."""
 NUM_FRAMES = 20

@@ -32,12 +32,12 @@ rules and the newest board."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
 """End of a game: by its rules, by an invalid move, by our turn cap, or because it failed or took too long."""
 
-CONTEXT_FULL, ENV_RAISED = "context_full", "env_raised"
+CONTEXT_FULL, ENV_RAISED, ENV_LOST = "context_full", "env_raised", "env_lost"
 PROMPT_TOO_LONG, BUDGET_SPENT = "prompt_too_long", "budget_spent"
 REASONS = (
     *(CONTEXT_FULL, ENV_RAISED, PROMPT_TOO_LONG, BUDGET_SPENT, "engine_failed", "opponent_failed", "game_timeout"),
-    *("env_timeout", "env_died", "env_failed", "timeout", "network", "os_error", "out_of_memory", "process_died"),
-    "failed",
+    *("env_timeout", "env_died", ENV_LOST, "env_failed", "timeout", "network", "os_error", "out_of_memory"),
+    *("process_died", "failed"),
 )
 """Reasons of ends that a game's rules, an invalid move or the turn cap do not explain; docs/games.md explains each. All
 but the first two make a game void."""

@@ -1,7 +1,7 @@
 """Run the games' envs: in this process under a guard, or isolated in processes that can be killed.
 
 A few processes share the isolated games. A process that dies or does not answer for `run.env_timeout_s` is replaced.
-The game whose call was running is void; the other games are replayed in the new process from their seeds and actions.
+Its games are void: the one whose call was running for that reason, the others because their env is lost.
 Knows nothing of players or of how results are used.
 
 Isolation costs a round trip per turn. Measured with TicTacToe on a busy 2-core machine: with 64 concurrent games, a
@@ -32,7 +32,7 @@ from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import ENV_RAISED, GameSpec
+from unstable_lite.types import ENV_LOST, ENV_RAISED, GameSpec
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class EnvPool:
         environment = IsolatedEnvironment(min(self._hosts, key=lambda host: host.num_games), spec)
         with contextlib.ExitStack() as unless_it_starts:
             unless_it_starts.callback(environment.drop)
-            await environment.catch_up()
+            await environment.start()
             unless_it_starts.pop_all()
         return environment
 
@@ -119,22 +119,23 @@ class IsolatedEnvironment:
         self._host = host
         self._spec = spec
         self._game = host.take_game()
-        self._life = -1
-        """Life of the process in which the game exists; -1: none yet."""
-        self._num_calls = 0
-        """Number of its calls in that life: one that made it, and one for each action."""
-        self._actions: list[dict[str, Any]] = []
-        """Arguments of `StepEnv`."""
         self._chance_seed: int | None = None
         """Seed for the next action."""
-        # Set by `catch_up`:
+        # Set by `start`:
         self.was_invalid: bool
+        self._life: int
         self._state: EnvState
 
     @property
     def teams(self) -> dict[int, str] | None:
         """Label of each player's team, as in the env itself."""
         return None if self._state.teams is None else dict(enumerate(self._state.teams))
+
+    async def start(self) -> None:
+        self._life = await self._host.wait_until_up()
+        spec = self._spec
+        given = {name: getattr(spec, name) for name in SETTINGS} | {"env_kwargs": dict(spec.env_kwargs)}
+        await self._call(MakeEnv, seed=spec.seed, **given)
 
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation
@@ -144,10 +145,9 @@ class IsolatedEnvironment:
 
     async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
-        action = action.encode("utf-8", "replace").decode()
-        self._actions.append({"action": action, "chance_seed": self._chance_seed})
+        action, chance_seed = action.encode("utf-8", "replace").decode(), self._chance_seed
         self._chance_seed = None
-        await self.catch_up()
+        await self._call(StepEnv, action=action, chance_seed=chance_seed)
         return None if self._state.is_over else self.observe()
 
     @property
@@ -165,36 +165,13 @@ class IsolatedEnvironment:
     def drop(self) -> None:
         self._host.drop_game(self._game)
 
-    async def catch_up(self) -> None:
-        """Play the actions that the process has not played yet: all of them if it has just started.
-
-        Each action is one call, because `run.env_timeout_s` applies to each.
-        """
-        spec = self._spec
-        while True:
-            life = await self._host.wait_until_up()
-            if life != self._life:
-                self._life, self._num_calls = life, 0
-            if self._num_calls == 0:
-                given = {name: getattr(spec, name) for name in SETTINGS} | {"env_kwargs": dict(spec.env_kwargs)}
-                asked = self._host.ask(spec.env_id, MakeEnv, game=self._game, seed=spec.seed, **given)
-            else:
-                arguments = self._actions[self._num_calls - 1]
-                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, **arguments)
-            try:
-                state = await asked
-            except RequestError as error:
-                text, has_raised = f"{spec.env_id}: {error}", error.reason == ENV_RAISED
-                # In a new process earlier actions are repeated, and the env did not raise at those before.
-                if has_raised and self._num_calls == len(self._actions):
-                    raise EnvRaised(text) from None
-                raise EnvError(text, reason="" if has_raised else error.reason) from None
-            except WorkerDied:
-                continue  # another game's call was running
-            self._num_calls += 1
-            if self._num_calls > len(self._actions):
-                self._state, self.was_invalid = state, state.was_invalid
-                return
+    async def _call(self, message_type: Callable[..., Message], **fields: Any) -> None:
+        try:
+            self._state = await self._host.ask(message_type, self._life, game=self._game, **fields)
+        except (EnvError, RequestError) as error:
+            kind = EnvRaised if error.reason == ENV_RAISED else EnvError
+            raise kind(f"{self._spec.env_id}: {error}", reason=error.reason) from None
+        self.was_invalid = self._state.was_invalid
 
 
 GameEnvironment = LocalEnvironment | IsolatedEnvironment
@@ -233,18 +210,20 @@ class _Host:
             await self._change.wait()
         return self._peer.life
 
-    async def ask(self, env_id: str, message_type: Callable[..., Message], /, game: int, **fields: Any) -> EnvState:
-        """Call the env. Raises EnvError if the process dies during this call, WorkerDied if during another game's."""
-        try:
-            state: EnvState = await self._peer.ask(message_type, math.inf, game=game, **fields)
-        except WorkerDied as death:
-            if game_under_way(self._file_of_call) != game:
-                raise
-            hung = f"a call did not return within run.env_timeout_s = {self._limit_s:g}, and its process was killed"
-            problem = hung if self._is_killed else str(death).partition(";")[0]
-            reason = "env_timeout" if self._is_killed else "env_died"
-            raise EnvError(f"{env_id}: {problem} (log: {self._process.log_path})", reason=reason) from None
-        return state
+    async def ask(self, message_type: Callable[..., Message], life: int, /, game: int, **fields: Any) -> EnvState:
+        """Call an env that was made in this life of the process. Raises EnvError if the process dies or has died."""
+        log_path = self._process.log_path
+        if self._peer.life == life:
+            try:
+                state: EnvState = await self._peer.ask(message_type, math.inf, game=game, **fields)
+                return state
+            except WorkerDied as death:
+                if game_under_way(self._file_of_call) == game:
+                    hung = f"a call did not return within run.env_timeout_s = {self._limit_s:g}; its process was killed"
+                    problem = hung if self._is_killed else str(death).partition(";")[0]
+                    reason = "env_timeout" if self._is_killed else "env_died"
+                    raise EnvError(f"{problem} (log: {log_path})", reason=reason) from None
+        raise EnvError(f"its process died, but in no call of this game (log: {log_path})", reason=ENV_LOST)
 
     async def stop(self) -> None:
         self._living.cancel()

@@ -36,7 +36,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
             assert isinstance(message, (MakeEnv, StepEnv)), message
             write_game(under_way, message.game)
             frame = encode([_answer(games, message)])  # may fail: an env can return values that no message can hold
-            # Before sending, because a process that dies after its answer must not void the game.
+            # Before sending: a process that dies after its answer did not die in this game's call.
             write_game(under_way, NO_GAME)
             socket.send_frame(frame)
 

@@ -38,6 +38,7 @@ from unstable_lite.league.ratings import team_scores
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import (
     CONTEXT_FULL,
+    ENV_LOST,
     ENV_RAISED,
     PROMPT_TOO_LONG,
     BranchPoint,
@@ -380,9 +381,9 @@ class GameRunner:
         if record.end == "void" or not isinstance(error, EnvRaised):
             record.end, record.error, reason = "void", described(error), reason_of(error)
             record.reason = EnvError.reason if reason == ENV_RAISED else reason  # at a turn of an earlier game
-        if isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG:  # no reason to end the run
+        if record.reason == ENV_LOST or (isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG):
             log.warning("void game %d of %s: %s", spec.game_idx, env_id, record.error)
-            return
+            return  # no reason to end the run
         actions = [(turn.pid, turn.action) for turn in record.turns]
         game = f"game {spec.game_idx} of {env_id} (seed {spec.seed}, after {actions})"
         log.warning("%s %s: %s", record.end, game, record.error, exc_info=error)

@@ -20,7 +20,7 @@ from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
 from unstable_lite.sft.pairs import Pair, pairs_of_game
-from unstable_lite.types import BASE, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import BASE, ENV_LOST, GameRecord, GameSpec, ModelRef
 
 MAX_GAMES = 10_000
 """Most games to play if the filter leaves too few turns."""
@@ -89,7 +89,7 @@ def _take(record: GameRecord, collected: Collected, config: Config, is_spent: bo
     collected.games += 1
     if record.end == "void":
         collected.void_games += 1
-        collected.voids_in_a_row += 1
+        collected.voids_in_a_row += record.reason != ENV_LOST
         if collected.voids_in_a_row == MAX_VOID_GAMES and not is_spent:
             raise EnvError(f"{MAX_VOID_GAMES} games in a row failed; the last one: {record.error}")
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ class Broken:
 
     async def act(self, observation: str) -> Reply:
         raise KeyError("table")
+
+
+class Kills:
+    """Player that kills the processes of the envs before it acts."""
+
+    def __init__(self, environments: EnvPool) -> None:
+        self._environments = environments
+
+    async def act(self, observation: str) -> Reply:
+        for host in self._environments._hosts:
+            os.kill(host._process.pid, signal.SIGKILL)
+        return Reply(action="[a]", text="[a]", prompt=observation)
 
 
 class Seats(PlayerFactory):
@@ -122,6 +136,17 @@ async def test_env_that_raises_at_every_action_ends_the_run(
     with pytest.raises(EnvError, match=r"20 games of .*no number in '²' \(raising_env.py, line \d+, in step\)"):
         await runner.play(spec_of())
     assert "invalid game 0 of fakes.raising_env:Raising-v0" in caplog.text and "Traceback" in caplog.text
+
+
+async def test_games_lost_with_their_process_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_game, "MAX_VOID_GAMES", 2)
+    async with opened_env_pool(tmp_path, 20.0) as opened:
+        runner = GameRunner(Seats({0: Kills(opened)}), RunConfig(), opened)
+        for _ in range(3):
+            record = await runner.play(spec_of())
+            assert (record.end, record.reason, record.rewards) == ("void", "env_lost", {})
 
 
 async def test_error_names_the_line_of_a_custom_player_and_not_the_env(

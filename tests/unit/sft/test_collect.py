@@ -19,7 +19,7 @@ from unstable_lite.errors import EnvError, OpponentError, RequestError
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
-from unstable_lite.types import Generation
+from unstable_lite.types import ENV_LOST, Generation
 
 
 def config(workers: int = 8, **sft: Any) -> Config:
@@ -73,6 +73,18 @@ async def test_pairs_depend_on_the_seed_and_not_on_concurrency() -> None:
     other, _ = await collect(reseeded, box_it)
     assert one == many
     assert one != other
+
+
+async def test_games_lost_with_their_env_process_are_no_failures_in_a_row() -> None:
+    calls = itertools.count()
+
+    async def generate(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        if next(calls) < 30:
+            raise EnvError("its process died", reason=ENV_LOST)
+        return await box_it(prompt, version, stop, seed)
+
+    pairs, collected = await collect(config(players=("base",), filter=()), generate)
+    assert (len(pairs), collected.void_games) == (40, 30)
 
 
 async def test_players_alternate_seats_within_each_env() -> None:
