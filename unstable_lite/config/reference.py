@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -44,6 +45,8 @@ def from_reference(
         def checked(self: Any, *args: Any, **given: Any) -> None:
             own = type(self)
             if kept and of_script & given.keys():
+                if getattr(sys.modules.get("ray"), "is_initialized", bool)():
+                    raise ConfigError("ray.init: no part of a run is an actor of Ray's; remove each line with `ray.`")
                 try:
                     arguments = kept.bind(*args, **given)
                 except TypeError as error:

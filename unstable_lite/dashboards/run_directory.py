@@ -192,7 +192,7 @@ class RunEntry:
     points: str = "–"
     """Points and number of games of the newest evaluation."""
     content: str = ""
-    """Algorithm, model and training envs."""
+    """Algorithm, model and training envs; of an unreadable run the reason."""
 
 
 def list_runs(outputs: Path) -> list[RunEntry]:
@@ -213,7 +213,7 @@ def runs_table(entries: Sequence[RunEntry]) -> Text:
 
 def _entry(directory: Path) -> RunEntry:
     entry = RunEntry(directory=directory)
-    with suppress(UnstableError, OSError):
+    try:
         entry.began, entry.size_bytes = _began(directory), _size_on_disk(directory)
         with understood(directory):
             run = RunDirectory(directory)
@@ -227,6 +227,8 @@ def _entry(directory: Path) -> RunEntry:
             state = ("paused" if is_paused else "running") if _is_locked(run) else run.ending or "killed"
             entry.updates, entry.points, entry.content = f"{run.num_updates}/{run.learning_steps}", points, content
             entry.state = state
+    except (UnstableError, OSError) as error:
+        entry.content = str(error)
     return entry
 
 

@@ -53,9 +53,13 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
     if isolated:
         yield "isolated", f"{', '.join(isolated)}: in processes that can be killed"
     for env_id, spec in specs.items():
-        if env_id in isolated and depends_on_hash_seed(env_id, spec.num_players, spec.env_kwargs):
-            cost = "a turn takes about 0.1 ms longer, and a process about 55 MB"
-            yield "hash seed", f"{env_id}: its games depend on it, so it is isolated with a fixed one: {cost}"
+        if depends_on_hash_seed(env_id, spec.num_players, spec.env_kwargs):
+            cost = "so it is isolated with a fixed one: a turn takes about 0.1 ms longer, and a process about 55 MB"
+            why = cost if env_id in isolated else "so no run repeats its games: remove isolated = false"
+            yield (
+                "hash seed" if env_id in isolated else "warning",
+                f"{env_id}: its games depend on the hash seed, {why}",
+            )
         if (unseen := trial(spec).unseen) is not None:
             yield "rewards not seen", f"{env_id}: {unseen}"
     for env_id, questions in question_files(config).items():

@@ -822,6 +822,13 @@ def test_tile_states_its_number_of_seeds(tmp_path: Path) -> None:
         assert words in verdict
 
 
+def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = map(json.loads, (run / "games.jsonl").read_text().splitlines())
+    write_lines(run / "games.jsonl", *({key: line[key] for key in line if key != "reason"} for line in lines))
+    assert write_report([run], tmp_path / "report.html").games == len(GAMES)
+
+
 def test_only_update_0_is_before_training(tmp_path: Path) -> None:
     for first, words in ((0, "before training"), (20, "at update 20")):
         run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))

@@ -10,6 +10,8 @@ import random
 import re
 import shutil
 import signal
+import socket
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from unstable_lite.files import read_records
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 from unstable_lite.tracking.run_directory import find_damage, replace_config, to_toml
 from unstable_lite.transport import codec
+from unstable_lite.transport.rpc import BUS, make_socket_directory
 from unstable_lite.types import Generation, Step
 
 LEAGUE = (
@@ -63,7 +66,12 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path / "run", symlinks=True)
 
 
-def test_resumed_run_records_every_update_and_game_once(copy: Path) -> None:
+def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", temporary := tempfile.mkdtemp())  # where no other test's run looks
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    stale = make_socket_directory()
+    with socket.socket(socket.AF_UNIX) as bus:
+        bus.bind(str(stale / BUS))
     newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
     config = (copy / "config.toml").read_text()
@@ -75,6 +83,8 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path) -> None:
     last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the waiting steps allow
     code, out, err = runs.run_torchless("run", "--resume", copy, f"run.learning_steps={last}")
     assert code == 0, out + err
+    assert f"removed {stale}, left behind" in out and not stale.exists()
+    shutil.rmtree(temporary)
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
     assert (copy / f"config-{newest}.toml").read_text() == config
     assert f"ckpt-{newest}" in out and " s since the resume, of which training " in out

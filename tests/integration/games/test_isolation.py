@@ -89,7 +89,7 @@ async def test_env_process_gets_only_the_key_of_the_model_that_it_uses(
 
 
 async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(environments: EnvPool) -> None:
-    assert not is_isolated("fakes.numpy_env:NumpyNim-v0", 2)
+    assert is_isolated("WordChains-v0", 2) and not is_isolated("fakes.numpy_env:NumpyNim-v0", 2)
     seen = [(await environments.make(game(SET_ORDER_ENV, 2, seed, isolated=None))).observe() for seed in range(4)]
     code = "from fakes.set_order_env import *; from unstable_lite.games.environments import Environment\n"
     code += f"print([Environment({SET_ORDER_ENV!r}, 2, seed).observe() for seed in range(4)])"
@@ -99,10 +99,10 @@ async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(en
         given = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
         shown.append(subprocess.check_output([sys.executable, "-c", code], env=given, text=True).strip())
     assert [str(seen) == one for one in shown] == [True, False]
-    rows = make_plan(
-        Config.model_validate({"train_envs": [{"env_id": SET_ORDER_ENV, "num_players": 2, "num_actors": 2}]})
-    ).describe()
-    assert [SET_ORDER_ENV in text and "55 MB" in text for name, text in rows if name == "hash seed"] == [True]
+    env = {"env_id": SET_ORDER_ENV, "num_players": 2, "num_actors": 2}
+    for keys, title, words in (({}, "hash seed", "55 MB"), ({"isolated": False}, "warning", "remove isolated = false")):
+        rows = make_plan(Config.model_validate({"train_envs": [env | keys]})).describe()
+        assert [words in text for name, text in rows if name == title and SET_ORDER_ENV in text] == [True]
 
 
 async def test_game_is_the_same_in_a_separate_process(environments: EnvPool) -> None:

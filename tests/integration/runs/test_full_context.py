@@ -49,6 +49,8 @@ def test_games_that_outgrow_the_context_are_kept_counted_and_shown(tmp_path: Pat
     config.write_text(CONFIG.replace("OUTPUT", str(tmp_path / "outputs")))
     checked = CliRunner().invoke(app, ["check", str(config)]).output
     assert re.search(r"turn \d+ of a trial game .* \(engine\.max_model_len = 560\).* is full at turn \d+", checked)
+    assert "Illegal answers and long actions come on top" in checked
+    assert "of a trial game" not in CliRunner().invoke(app, ["check", str(config), "engine.max_model_len=4096"]).output
     refused = CliRunner().invoke(app, ["check", str(config), "engine.max_model_len=100"])
     assert refused.exit_code == 1
     assert re.search(r"first prompt of a game has \d+ tokens, and engine\.max_model_len = 100", refused.output)

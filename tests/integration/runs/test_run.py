@@ -475,3 +475,16 @@ def test_training_continues_from_an_adapter_and_evaluates_it_first(finished_run:
     updates = [line for line in metrics(directory) if "learner/loss" in line]
     assert [line["step"] for line in updates] == [1, 2, 3]
     assert all(0 <= line["learner/staleness_mean"] <= 8 for line in updates)
+
+
+@pytest.mark.nightly
+def test_evaluations_take_a_tenth_of_the_games_of_the_references_workers(tmp_path: Path) -> None:
+    workers = ("run.num_collection_workers=384", "run.num_eval_workers=16", "run.eval_share=0.1", "run.eval_games=0")
+    sizes = ("run.learning_steps=30", "learner.batch_size=96")
+    code, out, err = runs.run_torchless("run", runs.write_small(tmp_path), *runs.PLAYS_NIM, *workers, *sizes)
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    shares = [line["run/eval_share"] for line in read_records(directory / "metrics.jsonl") if "run/eval_share" in line]
+    assert len(shares) >= 30 and 0.05 < max(shares) <= 0.1
+    kinds = [game["kind"] for game in read_records(directory / "games.jsonl")]
+    assert 0.05 < kinds.count("eval") / len(kinds) <= 0.11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,20 @@ def test_every_line_with_rays_words_names_the_line_to_write() -> None:
         called = message.partition("write ")[2].partition("(")[0]
         assert f"{called}." in line
     assert "add_fixed(name='google/gemini-2.0-flash-lite-001')" in str(of_ray)
+
+
+def test_script_that_still_starts_ray_is_refused_at_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    unstable.Tracker(run_name="test")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    with pytest.raises(ConfigError, match=r"ray\.init: .* remove each line"):
+        unstable.Tracker(run_name="test")
+
+
+@pytest.mark.parametrize("sampler", [unstable.samplers.BaseModelSampler, unstable.samplers.FixedOpponentModelSampler])
+def test_samplers_take_the_registry_as_the_script_gives_it(sampler: Any) -> None:
+    registry = unstable.ModelRegistry()
+    assert sampler(model_registry=registry).registry is registry
 
 
 def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.probing import random_positions
+from unstable_lite.games import env_catalogue
 from unstable_lite.games.env_catalogue import is_isolated, probe, trial
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
@@ -157,6 +159,10 @@ class OddNim(NimEnv):  # type: ignore[misc]
     def step(self, action: str) -> Any:
         if self.fault == "raises" and self.state.turn:
             raise KeyError("no such pile")
+        if self.fault == "endless":
+            self.state.game_state["piles"] = [3, 4, 5]
+        if self.fault == "slow":
+            time.sleep(0.2)
         return super().step(action)
 
     def close(self) -> Any:
@@ -183,6 +189,23 @@ def test_trial_game_finds_what_is_wrong_with_an_env(fault: str, family: str) -> 
         rows = [text for name, text in make_engine_plan(config).describe() if name == "rewards not seen"]
         unseen = "no network here" if fault == "asks a judge" else "knows no legal moves" * (family != "Nim")
         assert [unseen in row for row in rows] == [True] * bool(unseen)
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [("endless", 60.0), ("slow", 0.5)])
+def test_trial_game_has_an_end_by_turns_and_by_time(
+    fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_catalogue, "TRIAL_TIMEOUT_S", seconds)
+    nim = ENV_REGISTRY["Nim-v0-train"]
+    register(
+        id=f"Nim-v0-{fault}",
+        entry_point=type("Odd", (OddNim,), {"fault": fault}),
+        default_wrappers=nim.default_wrappers,
+        **nim.kwargs,
+    )
+    tried = trial(config_of(env_id=f"Nim-v0-{fault}", max_turns=999).train_envs[0])
+    assert tried.unseen == "no trial game came to its end"
+    assert max(tried.lengths) == 200 if fault == "endless" else max(tried.lengths) < 5
 
 
 @pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from unstable_lite.config import Config
 from unstable_lite.config.env_ids import PREFIX
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import describe_envs
@@ -21,6 +22,7 @@ from unstable_lite.games.openspiel.game import (
 )
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.games.openspiel.prompts import action_names, prompt
+from unstable_lite.planning.envs import describe_envs as plan_rows
 
 VARIANTS = [
     "dark_hex(num_rows=2,num_cols=2)",
@@ -95,6 +97,9 @@ def test_game_with_a_faulty_prompt_is_remarked_and_has_no_exact_value() -> None:
     env_id = "openspiel:dark_hex(num_rows=2,num_cols=2)"
     remarks = {name: remark for name, _, remark in describe_envs()}
     assert all(text in remarks[PREFIX + name] for name, text in INFORMATION_FAULTS.items())
+    env = {"env_id": env_id, "num_players": 2, "num_actors": 2}
+    name, text = next(iter(plan_rows(Config.model_validate({"train_envs": [env]}))))
+    assert name == "warning" and "dark_hex" in text and "failed attempts" in text
     with pytest.raises(ConfigError, match="failed attempts"):
         flatten(env_id, is_forced=True)
     flatten("openspiel:dark_hex(num_rows=2,num_cols=2,gameversion=adh)")

@@ -14,9 +14,10 @@ import pytest
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import END_OF_THINKING, KNOWN_TAGS, end_of_thinking
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import PolicyPlayer, ThinkingBudget, thinking_budget
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.types import AgentSpec, FinishReason, Generation, ModelRef
+from unstable_lite.types import AgentSpec, FinishReason, GameSpec, Generation, ModelRef
 
 END_IDS = list(END_OF_THINKING.encode())
 INFO = {"prompts": {"end_of_thinking": END_IDS}, "max_model_len": 100}
@@ -182,6 +183,17 @@ async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str
     sampler = Sampler(f"{tags[0]}hm{tags[1]}{'so ' * 40}", r"\boxed{2}")
     answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
     assert answer.forced is None, "this thought was closed"
+
+
+async def test_budget_of_a_run_ends_the_thoughts_of_each_template() -> None:
+    tags = ("[THINK]", "[/THINK]")
+    ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {(end := end_of_thinking(tags)): [*end.encode()]}}
+    sampler = Sampler("[THINK]" + "hm" * 40, r"\boxed{2}")
+    given = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120)
+    factory = PlayerFactory(sampler.generate, {"own": Template("own", "{observation}", tags=tags)}, thinking=given)
+    spec = GameSpec(game_idx=0, kind="train", env_id="x", num_players=2, seed=0, agent_specs=(AGENT,), max_turns=9)
+    reply = await factory.players(spec)[0].act("o")
+    assert (reply.action, reply.format_ok) == ("[2]", True)
 
 
 async def test_tags_that_an_engine_cannot_end_are_refused_by_name() -> None:

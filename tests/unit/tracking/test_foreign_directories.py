@@ -29,6 +29,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "probe": ("probe", "RUN"),
     "play": ("play", "RUN"),
     "push": ("push", "RUN", "me/model", "--dry-run", "OUT"),
+    "check with a player": ("check", "CONFIG", "league.fixed_opponents=['run:RUN/newest']"),
+    "run with a player": ("run", "CONFIG", "league.fixed_opponents=['run:RUN/newest']"),
+    "sft with a player": ("sft", "CONFIG", "sft.players=['run:RUN/newest']"),
 }
 
 
@@ -57,6 +60,13 @@ def test_every_command_refuses_a_run_with_a_link_to_elsewhere(tmp_path: Path, wo
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1 and f"{link} is a link to ../../../victim" in done.output, done.output
     assert victim.read_text() == "mine"
+
+
+def test_list_of_runs_says_why_a_run_is_unreadable(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "2026-11-27" / "10-00-00-odd")
+    (directory / "link").symlink_to("/etc/passwd")
+    done = CliRunner().invoke(app, ("runs", "--outputs", str(tmp_path)))
+    assert "unreadable" in done.output and f"{directory / 'link'} is a link to /etc/passwd" in done.output
 
 
 def _fifo(path: Path) -> None:

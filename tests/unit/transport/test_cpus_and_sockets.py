@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
+import unstable_lite
+from unstable_lite.config import Config
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.rpc import BUS, SOCKETS, make_socket_directory, reap_stale_sockets
 
@@ -51,6 +55,23 @@ def test_number_of_cpus_is_the_smaller_of_mask_and_quota(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     assert usable_cpus(tmp_path) == cpus
+
+
+def test_quota_divides_the_threads_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for path, content in (("proc/self/cgroup", "0::/a\n"), ("sys/fs/cgroup/a/cpu.max", "600000 100000\n")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(content)
+    monkeypatch.setattr(usable_cpus, "__defaults__", (tmp_path,))
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
+    plan = make_plan(Config.model_validate({"engine": {"kind": "scripted", "devices": ["cpu"]}, "train_envs": [env]}))
+    assert (plan.engine_threads, plan.learner_threads) == (3, 3)
+
+
+def test_cpus_are_counted_in_one_place() -> None:
+    package = Path(unstable_lite.__file__).parent
+    counting = re.compile(r"sched_getaffinity|cpu_count")
+    assert [path.name for path in package.rglob("*.py") if counting.search(path.read_text())] == ["cpus.py"]
 
 
 def test_mask_alone_counts_without_control_groups(tmp_path: Path) -> None:
