@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -79,11 +80,14 @@ def test_every_example_script_runs(path: Path, tmp_path: Path) -> None:
     assert "adapter: " in done.stdout
 
 
-def test_minimal_loop_plays_learns_and_evaluates() -> None:
+def test_minimal_loop_plays_learns_and_evaluates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ("--updates", "2", "--games", "6", "--batch-size", "20", "--eval-games", "4")
-    done = subprocess.run([sys.executable, EXAMPLES / "minimal_loop.py", *small], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    before, first, second, after = done.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "minimal_loop.py"), *small])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    out = capsys.readouterr().out
+    before, first, second, after = out.splitlines()
     assert before.startswith("before: ") and after.startswith("after: ")
     assert first.startswith("update 1: ") and second.startswith("update 2: ")
-    assert "gradient norm 0.00" not in done.stdout
+    assert "gradient norm 0.00" not in out

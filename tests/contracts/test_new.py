@@ -65,8 +65,8 @@ def test_list_has_a_line_for_each_example() -> None:
 def test_script_finds_a_module_of_the_working_directory(tmp_path: Path) -> None:
     """Python puts the directory of the script first in the path, and not the working directory."""
     (tmp_path / "unstable-lite").write_text(SCRIPT)
-    assert new("algorithm")[0] == 0
-    command = [sys.executable, tmp_path / "unstable-lite", "check", "custom_algorithm.toml"]
+    assert new("opponent")[0] == 0
+    command = [sys.executable, tmp_path / "unstable-lite", "check", "custom_opponent.toml"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,15 +11,19 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from playwright.sync_api import sync_playwright
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from bench.harness import REPOSITORY
+from bench.study import command as study_command
 from bench.study.averaging import average as average_policy
 from bench.study.averaging import average_exploitability
 from bench.study.page import to_html
@@ -58,6 +62,7 @@ if sys.orig_argv[2:4] == ["unstable_lite", "run"]:
     from fakes import numpy_learner
     numpy_learner.use()
 """
+Command = Callable[[Path], tuple[int, str]]
 PRIMARY = f"points against scripted:random in {ENV}, last"
 
 
@@ -83,6 +88,23 @@ def start(study: Path, directory: Path, *arguments: str, is_torchless: bool = Fa
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    """Yield a function that runs the command in this process, for a study that starts no run."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    bench = typer.Typer()
+    bench.command()(study_command.main)
+
+    def call(study: Path) -> tuple[int, str]:
+        places = ("--json", str(tmp_path / "tiny.json"), "--output", str(tmp_path / "outputs"))
+        ended = CliRunner().invoke(bench, [str(study), *places])
+        return ended.exit_code, ended.output
+
+    yield call
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 def results(directory: Path) -> dict[str, Any]:
@@ -168,11 +190,10 @@ def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
     assert len(results(tmp_path)["runs"]) == 4
 
 
-def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path) -> None:
-    process = start(write_study(tmp_path, warm_start=True), tmp_path)
-    _, error = process.communicate()
-    assert process.returncode == 1
-    assert "no warm start: exited with code 1" in error and "sft.players" in error
+def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path, command: Command) -> None:
+    code, said = command(write_study(tmp_path, warm_start=True))
+    assert code == 1
+    assert "no warm start: exited with code 1" in said and "sft.players" in said
     assert not run_directories(tmp_path)
 
 
@@ -203,17 +224,17 @@ def test_failed_run_is_reported_and_the_others_go_ahead(tmp_path: Path) -> None:
     assert "failed: broken, seed 1; log: " in out
 
 
-def test_second_study_in_one_folder_and_a_bad_file_are_refused(tmp_path: Path) -> None:
+def test_second_study_in_one_folder_and_a_bad_file_are_refused(tmp_path: Path, command: Command) -> None:
     (tmp_path / "outputs").mkdir()
     lock = try_lock(tmp_path / "outputs")
     assert lock is not None
-    code, out, err = runs.finish(start(write_study(tmp_path), tmp_path))
+    code, said = command(write_study(tmp_path))
     os.close(lock)
-    assert code == 1 and "another process runs this study" in err, out + err
+    assert code == 1 and "another process runs this study" in said
     study = write_study(tmp_path, primary="speed")
-    code, out, err = runs.finish(start(study, tmp_path))
-    assert code == 1 and not run_directories(tmp_path), out + err
-    assert f"error: {study}: primary = 'speed' is not a measure; known: {PRIMARY}" in err
+    code, said = command(study)
+    assert code == 1 and not run_directories(tmp_path), said
+    assert f"error: {study}: primary = 'speed' is not a measure; known: {PRIMARY}" in said
 
 
 def test_default_measures_are_points_and_exploitabilities(tmp_path: Path) -> None:
