@@ -484,6 +484,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.run_directory(directory)
 
 
+@pytest.mark.nightly
 def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     models = ("base", trained / "checkpoints" / "latest")
@@ -500,11 +501,9 @@ def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: P
         assert low <= float(row["high"]), model
 
 
-async def test_adapter_of_another_shape_is_an_error(trained: Path, tmp_path: Path) -> None:
-    other_base = write_adapter(tmp_path / "other", small())
-    plan = plan_evaluation(
-        [str(other_base)], output=tmp_path / "out", config=trained / "config.toml", overrides=["engine.threads=1"]
-    )
+async def test_adapter_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    other_base, config = write_adapter(tmp_path / "other", small()), runs.write_small(tmp_path)
+    plan = plan_evaluation([str(other_base)], output=tmp_path / "out", config=config, overrides=["engine.threads=1"])
     with pytest.raises(AdapterError, match=r"other.*model\.layers\.0"):
         await evaluate(plan, say=lambda _: None)
     assert lines(tmp_path / "out") == []

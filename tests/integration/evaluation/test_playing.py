@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from test_evaluator import SCRIPTED
+from typer.testing import CliRunner
 
 from fakes import runs
 from fakes.handmade_adapters import write_run
+from unstable_lite.cli.app import app
 
 SETTINGS = [word for setting in SCRIPTED for word in ("--set", setting)]
 
@@ -73,6 +75,7 @@ def test_budget_for_thinking_holds_in_a_watched_game(run: Path) -> None:
     ],
 )
 def test_impossible_game_is_refused(run: Path, arguments: tuple[str, ...], problem: str) -> None:
-    code, out, err = play("", *(str(run) if word == "RUN" else word for word in arguments))
-    assert code != 0 and problem in err and "Traceback" not in err
-    assert "waiting for" not in out  # no engine was started
+    words = (str(run) if word == "RUN" else word for word in arguments)
+    ended = CliRunner().invoke(app, ["play", *SETTINGS, *words], catch_exceptions=False)
+    assert ended.exit_code != 0 and problem in ended.output
+    assert "waiting for" not in ended.output  # no engine was started

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fakes import runs
 from fakes.handmade_adapters import write_run
+from unstable_lite.cli.app import app
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.probing import probe_by_samples
@@ -24,8 +26,8 @@ def run(tmp_path: Path) -> Path:
 
 def rows_of(run: Path, *arguments: str | int) -> list[dict[str, str]]:
     output = run / "probe.csv"
-    code, out, err = runs.run("probe", run, *map(str, arguments), "--env", NIM, "--output", output)
-    assert code == 0, out + err
+    ended = CliRunner().invoke(app, ["probe", *map(str, (run, *arguments)), "--env", NIM, "--output", str(output)])
+    assert ended.exit_code == 0, ended.output
     with output.open(newline="") as file:
         return list(csv.DictReader(file))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -217,7 +218,7 @@ async def test_slow_step_is_logged_by_worker(fleet: Fleet) -> None:
     assert "a step took 5.1 s" in fleet.workers.processes[0].log_path.read_text()
 
 
-@pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Loops"}, "stall_s": 2.0}], indirect=True)
+@pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Loops"}, "stall_s": 1.0}], indirect=True)
 async def test_stuck_worker_logs_its_stacks(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:
@@ -227,6 +228,8 @@ async def test_stuck_worker_logs_its_stacks(fleet: Fleet, caplog: pytest.LogCapt
             await asyncio.sleep(0.05)
         playing.cancel()
         supervised.cancel()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)  # the restarted one loops too
     assert "in endless_loop" in process.log_path.read_text()
     assert "engine-0 was killed by SIGKILL" in caplog.text
     assert "memory ran out" not in caplog.text, "the supervisor killed it"
