@@ -166,7 +166,7 @@ def undisturbed(module: str, config: Config, last: int) -> Iterator[dict[str, np
             yield torchless.tensors
 
 
-@pytest.mark.parametrize("module", [REAL, TORCHLESS])
+@pytest.mark.parametrize("module", [pytest.param(REAL, marks=pytest.mark.nightly), TORCHLESS])
 async def test_every_update_is_made_once_whenever_the_learner_is_killed(
     tmp_path: Path, config: Config, module: str
 ) -> None:

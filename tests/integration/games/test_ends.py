@@ -16,6 +16,7 @@ from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.engines.base import check_length
 from unstable_lite.errors import EnvError, OpponentError, RequestError
+from unstable_lite.games import env_pool
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
@@ -91,10 +92,13 @@ async def played(spec: GameSpec, environments: EnvPool | None, *players: Says) -
 
 
 @pytest.fixture(params=["in this process", "isolated"])
-async def environments(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EnvPool | None]:
+async def environments(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EnvPool | None]:
     if request.param == "in this process":
         yield None
         return
+    monkeypatch.setattr(env_pool, "MOST_PROCESSES", 1)
     async with opened_env_pool(tmp_path, 20.0) as opened:
         yield opened
 

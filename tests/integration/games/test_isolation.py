@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import pytest_asyncio
 
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError
@@ -23,6 +25,8 @@ from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process, opened_env_pool
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.types import GameSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMIT_S = 2.0
 SET_ORDER_ENV = "fakes.set_order_env:WordNim-v0"
@@ -65,27 +69,45 @@ def own_children() -> list[psutil.Process]:
 _others: set[int] = set()
 
 
-@pytest.fixture
-async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvPool]:
-    """Yield a pool of two processes, in which Nim reacts to six odd moves."""
-    _others.update(child.pid for child in psutil.Process().children())
-    monkeypatch.setattr(env_pool, "MODULE", "fakes.odd_env_process")
-    monkeypatch.setattr(env_pool, "MOST_PROCESSES", 2)
-    async with opened_env_pool(tmp_path, LIMIT_S) as opened:
-        yield opened
+@contextlib.asynccontextmanager
+async def opened_pool(logs: Path) -> AsyncIterator[EnvPool]:
+    """Open a pool of two processes, in which Nim reacts to six odd moves."""
+    others = {child.pid for child in psutil.Process().children()} - _others
+    _others.update(others)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env_pool, "MODULE", "fakes.odd_env_process")
+        patch.setattr(env_pool, "MOST_PROCESSES", 2)
+        async with opened_env_pool(logs, LIMIT_S) as opened:
+            yield opened
     assert not own_children()
+    _others.difference_update(others)
 
 
-async def test_env_process_gets_only_the_key_of_the_model_that_it_uses(
-    environments: EnvPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
-        monkeypatch.setenv(name, f"the {name}")
-    environment = await environments.make(game(DRAWING[0][0], DRAWING[0][1], seed=0))
-    for child in own_children():
-        given = {name: value for name, value in child.environ().items() if name.endswith("_API_KEY")}
-        assert given == {"OPENROUTER_API_KEY": "the OPENROUTER_API_KEY"}
-    environment.drop()
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(logs: Path) -> AsyncIterator[EnvPool]:
+    """Yield one pool for most tests, because a start of its processes takes two seconds."""
+    async with opened_pool(logs) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def environments(shared: EnvPool) -> AsyncIterator[EnvPool]:
+    """Yield the shared pool, whose processes have equally many games."""
+    yield shared
+    for host in shared._hosts:  # a test may leave games open
+        host.num_games = 0
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def unstarted(tmp_path: Path) -> AsyncIterator[EnvPool]:
+    """Yield a pool whose processes have not started."""
+    async with opened_pool(tmp_path) as opened:
+        yield opened
 
 
 async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(environments: EnvPool) -> None:
@@ -139,9 +161,9 @@ async def test_games_of_a_dead_process_are_void_and_the_next_ones_are_played(env
         assert await asyncio.gather(*(play(env, seed) for seed, env in enumerate(made))) == here
 
 
-async def test_process_that_dies_after_its_answer_is_not_blamed_on_that_game(environments: EnvPool) -> None:
+async def test_process_that_dies_after_its_answer_is_not_blamed_on_that_game(unstarted: EnvPool) -> None:
     spec = game("Nim-v0-train", 2, 0)
-    here, there = make_in_process(spec), await environments.make(spec)
+    here, there = make_in_process(spec), await unstarted.make(spec)
     turn = await here.advance("[0 1]")
     assert await there.advance("[9 6]") == turn  # the process takes a second to record that the call has ended
     for child in own_children():
@@ -161,8 +183,9 @@ async def test_process_that_dies_after_its_answer_is_not_blamed_on_that_game(env
     ],
 )
 async def test_failing_call_says_why_and_a_death_loses_the_other_games_of_its_process(
-    environments: EnvPool, move: str, says: str, reason: str, tmp_path: Path
+    environments: EnvPool, move: str, says: str, reason: str, logs: Path
 ) -> None:
+    earlier = {log: log.stat().st_size for log in logs.iterdir()}
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
     steps = [environment.advance(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
@@ -172,7 +195,7 @@ async def test_failing_call_says_why_and_a_death_loses_the_other_games_of_its_pr
     # Games 0, 2 and 4 share a process: the first one has its answer before the process dies.
     assert [getattr(one, "reason", "") for one in ended] == ["", "", reason, "", later, ""]
     assert re.search(says, str(ended[2]))
-    stacks = "".join(log.read_text() for log in tmp_path.glob("env-*.log"))
+    stacks = "".join(log.read_bytes()[earlier.get(log, 0) :].decode() for log in logs.glob("env-*.log"))
     assert "in odd_step" in stacks or move in ("[9 3]", "[9 4]")
     steps = [made[index].advance("[0 9]") for index in (0, 1, 3, 5)]
     ended = await asyncio.gather(*steps, return_exceptions=True)
@@ -189,22 +212,28 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     assert [getattr(one, "reason", "") for one in ended] == ["", "env_lost", ""]
 
 
-async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environments: EnvPool) -> None:
+async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the_key_of_its_model(
+    unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [True, False]
     assert is_isolated("Sokoban-v0-train", 1)
-    await environments.make(game("Nim-v0-train", 2, 0, isolated=None))
+    for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"the {name}")
+    await unstarted.make(game("Nim-v0-train", 2, 0, isolated=None))
     assert not own_children()
-    await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
+    await unstarted.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
     assert len(own_children()) == 2
+    for child in own_children():
+        given = {name: value for name, value in child.environ().items() if name.endswith("_API_KEY")}
+        assert given == {"OPENROUTER_API_KEY": "the OPENROUTER_API_KEY"}
 
 
-async def test_isolated_env_gets_arguments_and_allowance(tmp_path: Path) -> None:
+async def test_isolated_env_gets_arguments_and_allowance(environments: EnvPool) -> None:
     spec = msgspec.structs.replace(
         game("ConnectFour-v0-train", 2, 1), env_kwargs=(("num_cols", 5), ("num_rows", 4)), error_allowance=1
     )
-    async with opened_env_pool(tmp_path, 20) as pool:
-        isolated = await pool.make(spec)
-        assert "4 rows and 5 columns" in isolated.observe()[1]
-        assert await isolated.advance("nonsense") is not None
-        assert isolated.was_invalid
-        isolated.drop()
+    isolated = await environments.make(spec)
+    assert "4 rows and 5 columns" in isolated.observe()[1]
+    assert await isolated.advance("nonsense") is not None
+    assert isolated.was_invalid
+    isolated.drop()

@@ -17,6 +17,7 @@ from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
 
 
+@pytest.mark.nightly
 async def test_rank_started_by_torchrun_joins_by_address(make_config, make_items, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
