@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 
 from unstable_lite.games.environments import outcomes_from_rewards
-from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, Generation, ModelRef
+from unstable_lite.types import (
+    AgentSpec,
+    GameKind,
+    GameRecord,
+    GameSpec,
+    Generation,
+    ModelRef,
+    PlayerTrajectory,
+    Step,
+    TrainItem,
+)
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
 def make_generation(ids: Sequence[int], logprobs: Sequence[float] | None = None, **changes: Any) -> Generation:
@@ -33,8 +46,35 @@ def make_spec(*models: ModelRef, kind: GameKind = "train", trained: Sequence[int
 def make_record(spec: GameSpec, *rewards: float, **changes: Any) -> GameRecord:
     """Return a finished game with these rewards by seat, without turns by default."""
     by_pid = dict(enumerate(rewards))
-    results = {"rewards": by_pid, "outcomes": outcomes_from_rewards(by_pid), "end": "natural"}
+    results = {"rewards": by_pid, "outcomes": outcomes_from_rewards(by_pid) if by_pid else {}, "end": "natural"}
     return GameRecord(spec=spec, **{"turns": [], "trajectories": []} | results | changes)
+
+
+def make_step(
+    ids: Sequence[int] = (2,), version: int = 1, is_right: bool = True, is_invalid: bool = False, **changes: Any
+) -> Step:
+    """Return a step of player 0 with these sampled tokens."""
+    feedback = {"correct_answer_format": is_right, "invalid_move": is_invalid}
+    given = {"generation": make_generation(ids, adapter_version=version), "format_feedback": feedback}
+    return Step(**{"pid": 0, "obs": "o", "act": "a", "reward": 0.0, "env_id": "E"} | given | changes)
+
+
+def make_trajectory(*steps: Step, **changes: Any) -> PlayerTrajectory:
+    """Return the turns of player 0, which is the base and wins."""
+    given: dict[str, Any] = {"pid": 0, "env_id": "E", "game_idx": 0, "model": BASE, "final_reward": 1.0}
+    return PlayerTrajectory(steps=list(steps), **given | changes)
+
+
+def make_item(
+    prompt_ids: Sequence[int], completion_ids: Sequence[int], logprobs: Sequence[float] | None = None, **changes: Any
+) -> TrainItem:
+    """Return a step as the learner gets it, sampled by the base, with log-probabilities of 0 by default."""
+    return TrainItem(
+        prompt_ids=np.array(prompt_ids, np.int32),
+        completion_ids=np.array(completion_ids, np.int32),
+        logprobs=np.array(np.zeros(len(completion_ids)) if logprobs is None else logprobs, np.float32),
+        **{"reward": 0.0, "adapter_version": 0, "trajectory": 0} | changes,
+    )
 
 
 class Records(list[GameRecord]):

@@ -18,12 +18,14 @@ from bench.harness import REPOSITORY
 from bench.peers.reference_bugs.learners import Bfloat16Adapter
 from bench.peers.reference_bugs.rewards import NoStopToken, RewardAtEveryTurn
 from bench.study.reading import as_stored, read_study
+from fakes import game_records
+from fakes.game_records import make_generation, make_item, make_step
 from fakes.step_contexts import CONTEXT
 from unstable_lite import plugins
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.learner.critic import estimate_advantages
 from unstable_lite.rollout.buffer import EpisodeBuffer
-from unstable_lite.types import FinishReason, Generation, ModelRef, PlayerTrajectory, Step, TrainItem
+from unstable_lite.types import FinishReason, PlayerTrajectory, Step, TrainItem
 
 BUGS = "bench.peers.reference_bugs"
 LEARNERS = ("WrongPrompt", "Bfloat16Adapter", "UncorrectedSampling")
@@ -77,20 +79,9 @@ def is_bfloat16(tensor: Tensor) -> bool:
 
 
 def make_trajectory(num_steps: int, finish: FinishReason = "stop", reward: float = 1.0) -> PlayerTrajectory:
-    generation = Generation(
-        prompt_ids=np.array([5, 6], np.int32),
-        completion_ids=np.array([7, 8, 1], np.int32),
-        logprobs=np.full(3, -1.0, np.float32),
-        text="ab",
-        finish_reason=finish,
-        adapter_version=0,
-    )
-    steps = [
-        Step(pid=0, obs="o", act="ab", reward=0.0, env_id="E", generation=generation, context=CONTEXT)
-        for _ in range(num_steps)
-    ]
-    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=model, steps=steps, final_reward=reward)
+    generation = make_generation([7, 8, 1], [-1.0] * 3, prompt_ids=[5, 6], finish_reason=finish, adapter_version=0)
+    steps = [make_step(generation=generation, context=CONTEXT)] * num_steps
+    return game_records.make_trajectory(*map(replace, steps), final_reward=reward)
 
 
 def stored(trajectory: PlayerTrajectory, *transforms: Any) -> list[Step]:
@@ -101,15 +92,8 @@ def stored(trajectory: PlayerTrajectory, *transforms: Any) -> list[Step]:
 
 def item_of(step: Step) -> TrainItem:
     made = step.generation
-    return TrainItem(
-        prompt_ids=made.prompt_ids,
-        completion_ids=made.completion_ids,
-        logprobs=made.logprobs,
-        reward=step.reward,
-        adapter_version=0,
-        trajectory=0,
-        token_weights=step.token_weights,
-    )
+    ids = make_item(made.prompt_ids, made.completion_ids, made.logprobs)
+    return replace(ids, reward=step.reward, token_weights=step.token_weights)
 
 
 def test_wrong_prompt_trains_answers_after_the_bare_observation(

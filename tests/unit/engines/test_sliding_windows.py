@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.game_records import make_item
 from fakes.random_models import make_model
 from fakes.remote_engine import engine_spec, finish, request
 from unstable_lite.config.training import LoraConfig
@@ -18,7 +19,7 @@ from unstable_lite.engines.embedded.attention import CachedAttention
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 from unstable_lite.learner.model import Policy
-from unstable_lite.types import Generation, TrainItem
+from unstable_lite.types import Generation
 
 WINDOW = 16
 BEYOND = 5 * WINDOW
@@ -107,17 +108,7 @@ def test_engine_and_learner_agree_beyond_the_window(serve: Serve, served_model: 
     engine = TransformersEngine(engine_spec(model=str(served_model), device=policy.device.type, **settings))
     served = serve(engine)
     assert max(len(one.prompt_ids) + len(one.completion_ids) for one in served) > WINDOW + 1
-    items = [
-        TrainItem(
-            prompt_ids=one.prompt_ids,
-            completion_ids=one.completion_ids,
-            logprobs=one.logprobs,
-            reward=0.0,
-            adapter_version=0,
-            trajectory=0,
-        )
-        for one in served
-    ]
+    items = [make_item(one.prompt_ids, one.completion_ids, one.logprobs) for one in served]
     for one, logprobs in zip(served, policy.item_logprobs(items), strict=True):
         np.testing.assert_allclose(one.logprobs, logprobs.numpy(), atol=2e-4)
 

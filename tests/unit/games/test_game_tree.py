@@ -63,12 +63,6 @@ def test_exploitability_is_that_of_openspiel(name: str) -> None:
         assert tree.exploitability(renormalised(policy)) == pytest.approx(expected(name, tree, policy), abs=1e-9)
 
 
-def test_uniform_play_of_kuhn_poker_has_its_known_exploitability() -> None:
-    tree = flatten("openspiel:kuhn_poker")
-    assert (len(tree.states), tree.num_answers) == (12, 24)
-    assert tree.exploitability(uniform(tree)) == pytest.approx(11 / 24, abs=1e-12)
-
-
 def test_answers_that_are_not_listed_forfeit() -> None:
     tree = flatten("openspiel:kuhn_poker")
     silent = [np.zeros(2) for _ in tree.states]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -60,26 +61,11 @@ def test_greedy_takes_every_win_or_else_every_block(env_id: str) -> None:
             actions = legal_actions(env_id, observation)
             wins, blocks = winning_actions(env, pid, actions), winning_actions(env, 1 - pid, actions)
             assert greedy_actions(env_id, observation) == (wins or blocks or actions), observation
+            assert GreedyPlayer(env_id, seed).action(observation) in (wins or blocks or actions)
             seen["win" if wins else "block" if blocks else "neither"] += 1
             if env.step(rng.choice(actions)):
                 break
     assert min(seen.values()) > 0, seen
-
-
-@pytest.mark.parametrize(
-    ("env_id", "least"), [("TicTacToe-v0-train", 0.8), ("ConnectFour-v0-train", 0.85), ("SimpleTak-v0-train", 0.68)]
-)
-def test_greedy_is_much_stronger_than_random_play(env_id: str, least: float) -> None:
-    points = 0.0
-    for seed in range(120):
-        env, seat = Environment(env_id, 2, seed), seed % 2
-        players = {seat: GreedyPlayer(env_id, seed), 1 - seat: RandomLegalPlayer(env_id, seed + 1)}
-        while True:
-            pid, observation = env.observe()
-            if env.step(players[pid].action(observation)):
-                break
-        points += (1 + env.close()[0][seat]) / 2
-    assert points / 120 >= least
 
 
 @pytest.mark.parametrize("family", GREEDY_GAMES)
@@ -275,15 +261,6 @@ def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
     return {action: (f"[{action}]" in best) / len(best) for action in actions}
 
 
-def kuhns(card: int, history: tuple[str, ...], alpha: float = 1 / 3) -> dict[str, float]:
-    """Return an equilibrium strategy of Kuhn's own game, in which a bet costs a chip."""
-    bets = {(): (alpha, 0.0, 3 * alpha), ("check",): (1 / 3, 0.0, 1.0)}
-    calls = {("bet",): (0.0, 1 / 3, 1.0), ("check", "bet"): (0.0, alpha + 1 / 3, 1.0)}
-    if history in bets:
-        return {"bet": bets[history][card], "check": 1 - bets[history][card]}
-    return {"call": calls[history][card], "fold": 1 - calls[history][card]}
-
-
 def test_bet_costs_nothing_and_a_hand_is_worth_one_in_this_kuhn_poker(payoffs: Payoffs) -> None:
     for (first, second, end), paid in payoffs.items():
         folder = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}.get(end)
@@ -292,22 +269,9 @@ def test_bet_costs_nothing_and_a_hand_is_worth_one_in_this_kuhn_poker(payoffs: P
 
 
 @pytest.mark.parametrize("responder", [0, 1])
-def test_optimal_kuhn_poker_is_unexploitable_unlike_kuhns_strategy(payoffs: Payoffs, responder: int) -> None:
+def test_optimal_kuhn_poker_is_unexploitable_unlike_random_play(payoffs: Payoffs, responder: int) -> None:
     assert best_response(payoffs, scripted, responder) == pytest.approx(0, abs=1e-12)
-    assert best_response(payoffs, kuhns, responder) > 0.1
-
-
-def test_best_response_is_exact_on_kuhns_own_game() -> None:
-    """The value of the game is -1/18 for the first player (Kuhn, 1950)."""
-    stakes = {end: 2 if end[-1] == "call" else 1 for end in ENDS}
-    folders = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}
-    original = {
-        (first, second, end): stakes[end] * (1 if (folders[end] == 1 if end in folders else first > second) else -1)
-        for first, second in DEALS
-        for end in ENDS
-    }
-    assert best_response(original, kuhns, responder=0) == pytest.approx(-1 / 18)
-    assert best_response(original, kuhns, responder=1) == pytest.approx(1 / 18)
+    assert best_response(payoffs, lambda *_: defaultdict(lambda: 0.5), responder) > 0.1
 
 
 def test_optimal_refuses_other_envs_and_other_text() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fakes.game_records import make_generation
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import END_OF_THINKING, KNOWN_TAGS, end_of_thinking
@@ -41,14 +42,10 @@ class Sampler:
         given = options.get("prompt_ids")
         sampled = ids[: options["max_tokens"]]
         reason: FinishReason = "stop" if len(sampled) == len(ids) else "length"
-        return Generation(
-            prompt_ids=np.frombuffer(prompt.encode(), np.uint8).astype(np.int32) if given is None else given,
-            completion_ids=sampled,
-            logprobs=-sampled.astype(np.float32),
-            text=bytes(sampled.tolist()).decode(),
-            finish_reason=reason,
-            adapter_version=version,
-        )
+        given = list(prompt.encode()) if given is None else given
+        text = bytes(sampled.tolist()).decode()
+        said: dict[str, Any] = {"text": text, "finish_reason": reason, "adapter_version": version}
+        return make_generation(sampled, -sampled, prompt_ids=given, **said)
 
 
 def budget(**changes: Any) -> ThinkingBudget:

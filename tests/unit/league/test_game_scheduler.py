@@ -150,12 +150,6 @@ def test_training_seats_are_shuffled_evenly():
     assert abs(seats[0] - 500) < 80
 
 
-def test_new_checkpoint_plays_from_the_next_game():
-    scheduler = make_scheduler()
-    scheduler.registry.add_policy("ckpt-2", 2, 2)
-    assert "ckpt-2" in {agent.model.uid for agent in scheduler.next_train_job().agent_specs}
-
-
 # groups
 
 
@@ -258,19 +252,6 @@ def test_single_player_evaluation_has_no_opponent():
     assert "fixed-judge" not in scheduler.registry.get_all_models()
 
 
-def test_given_model_is_evaluated_instead_of_the_current_one():
-    base = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    spec = make_scheduler().next_eval_job(model=base)
-    assert spec.agent_specs[policy_seat(spec)].model == base
-
-
-def test_evaluation_opponent_is_not_trained_against():
-    scheduler = make_scheduler()
-    scheduler.next_eval_job()
-    opponents = {a.model.uid for _ in range(100) for a in scheduler.next_train_job().agent_specs}
-    assert opponents == {"ckpt-1", "fixed-x", "fixed-y"}
-
-
 # seeds and numbers
 
 
@@ -333,13 +314,6 @@ def test_evaluation_games_do_not_change_the_weights_of_pfsp():
     assert scheduler._model_sampler.state_dict()["results"] == before
 
 
-def test_void_game_changes_no_rating():
-    scheduler = make_scheduler()
-    before = scheduler.registry.state_dict()
-    scheduler.update(make_record(scheduler.next_train_job(), [], end="void"))
-    assert scheduler.registry.state_dict() == before
-
-
 class Recording(UniformRandomEnvSampler):
     def update(self, env_id, avg_actor_reward, avg_opponent_reward):
         self.seen = (env_id, avg_actor_reward, avg_opponent_reward)
@@ -385,19 +359,6 @@ def test_teams_reach_ratings_and_samplers_even_older_ones():
 
 
 # restart
-
-
-@pytest.mark.parametrize("shares_by", ["games", "steps"])
-def test_restored_scheduler_continues_with_the_same_games(shares_by):
-    before, after = (make_scheduler({"mirror": 1, "lagged": 1, "fixed": 2}, shares_by=shares_by) for _ in range(2))
-    for _ in range(30):
-        before.update(make_record(before.next_train_job(), [1.0, -1.0]))
-        before.next_eval_job()
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    after.registry.load_state_dict(json.loads(json.dumps(before.registry.state_dict())))
-    for _ in range(30):
-        assert after.next_train_job() == before.next_train_job()
-        assert after.next_eval_job() == before.next_eval_job()
 
 
 def test_games_in_flight_are_saved_and_dropped_after_a_restart():

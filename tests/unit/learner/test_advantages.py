@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fakes.game_records import make_item
 from fakes.step_contexts import CONTEXT
 from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
@@ -25,16 +26,7 @@ from unstable_lite.types import GameEnd, Opponent, StepContext, TrainItem
 
 
 def step(reward: float, trajectory: int, context: StepContext | None = None) -> TrainItem:
-    ids = np.array([1], np.int32)
-    return TrainItem(
-        prompt_ids=ids,
-        completion_ids=ids,
-        logprobs=np.array([-1.0], np.float32),
-        reward=reward,
-        adapter_version=0,
-        trajectory=trajectory,
-        context=context,
-    )
+    return make_item([1], [1], [-1.0], reward=reward, trajectory=trajectory, context=context)
 
 
 def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False, is_out: bool = False) -> StepContext:
@@ -68,19 +60,6 @@ def test_advantages_equal_the_discounted_sum_of_td_errors(lengths, gamma, gae_la
     expected = returns(items, values, gamma, gae_lambda)
     assert advantage_I == pytest.approx(expected, abs=1e-9)
     assert target_I == pytest.approx(np.add(expected, values), abs=1e-9)
-
-
-def test_gamma_and_lambda_1_make_the_target_the_final_return():
-    items = [step(0.0, 7), step(0.0, 7), step(1.0, 7), step(-1.0, 3)]
-    advantage_I, target_I = estimate_advantages(items, np.array([0.2, -0.5, 0.9, 0.4]), 1.0, 1.0)
-    assert target_I == pytest.approx([1, 1, 1, -1])
-    assert advantage_I == pytest.approx([0.8, 1.5, 0.1, -1.4])
-
-
-def test_lambda_0_uses_only_the_next_value():
-    items = [step(0.5, 0), step(2.0, 0)]
-    _, target_I = estimate_advantages(items, np.array([10.0, 3.0]), 0.9, 0.0)
-    assert target_I == pytest.approx([0.5 + 0.9 * 3.0, 2.0])
 
 
 def test_truncated_game_bootstraps_from_its_last_prompt():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.game_records import make_item
 from unstable_lite.errors import RequestError
 from unstable_lite.learner import batching
 from unstable_lite.learner.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
@@ -18,15 +19,13 @@ from unstable_lite.types import Forced, TrainItem
 
 
 def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
-    ids = np.arange(first_id, first_id + num_prompt + num_completion, dtype=np.int32)
-    return TrainItem(
-        prompt_ids=ids[:num_prompt],
-        completion_ids=ids[num_prompt:],
-        logprobs=-ids[num_prompt:].astype(np.float32),
-        reward=float(first_id),
-        adapter_version=first_id,
-        trajectory=first_id,
-    )
+    ids, of = range(first_id, first_id + num_prompt + num_completion), float(first_id)
+    own = {"reward": of, "adapter_version": first_id, "trajectory": first_id}
+    return make_item(ids[:num_prompt], ids[num_prompt:], [-float(id) for id in ids[num_prompt:]], **own)
+
+
+def forced(at: int, *ids: int) -> Forced:
+    return Forced(at=at, ids=np.array(ids or [1], np.int32))
 
 
 def test_only_completion_tokens_are_trained_from_the_position_before():
@@ -41,8 +40,7 @@ def test_only_completion_tokens_are_trained_from_the_position_before():
 
 
 def test_forced_ids_are_read_in_their_place_and_never_trained():
-    forced = [Forced(at=at, ids=np.array([90, 91], np.int32)) for at in (1, 0, 2)]
-    rows = [replace(item(2, 2, first_id=10), forced=one) for one in forced]
+    rows = [replace(item(2, 2, first_id=10), forced=forced(at, 90, 91)) for at in (1, 0, 2)]
     batch = pad([*rows, item(2, 2, first_id=50)])
     assert [length(row) for row in rows] == [6, 6, 6]
     assert batch.tokens_BT.tolist() == [
@@ -57,27 +55,12 @@ def test_forced_ids_are_read_in_their_place_and_never_trained():
     assert fit(rows, max_train_len=5).num_dropped == 3
 
 
-@pytest.mark.parametrize("at", [-1, 3])
-def test_forced_ids_outside_the_completion_are_refused(at):
-    with pytest.raises(RequestError, match=f"item 0: forced ids at {at} of 2 completion tokens"):
-        check([replace(item(2, 2), forced=Forced(at=at, ids=np.array([1], np.int32)))], vocab_size=100)
-
-
-def test_forced_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(RequestError, match="token id 100 is outside"):
-        check([replace(item(2, 2), forced=Forced(at=1, ids=np.array([100], np.int32)))], vocab_size=100)
-
-
 def test_overlong_steps_are_dropped_whole_and_counted():
     items = [item(3, 2), item(4, 2), item(5, 1), item(9, 1), item(2, 0), item(2, 1)]
     fitted = fit(items, max_train_len=5)
     assert fitted.items == [items[0], items[5]]
     assert (fitted.kept, fitted.num_dropped) == ([0, 5], 4)
-
-
-def test_nothing_is_dropped_without_a_limit():
-    items = [item(300, 200)]
-    assert fit(items, None).items == items
+    assert fit(items, None).items == [*items[:4], items[5]]
 
 
 @given(
@@ -103,9 +86,8 @@ def test_items_of_equal_length_are_not_padded():
 
 
 def test_items_of_the_same_tokens_share_a_row():
-    forced = replace(item(3, 2), forced=Forced(at=1, ids=np.array([90], np.int32)))
-    later = replace(forced, forced=Forced(at=2, ids=np.array([90], np.int32)))
-    items = [item(3, 2), forced, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
+    early, later = (replace(item(3, 2), forced=forced(at, 90)) for at in (1, 2))
+    items = [item(3, 2), early, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
     (batch,) = make_micro_batches([*items, item(2, 3)], max_tokens=100, max_rows=None)
     assert sorted(batch.tokens_BT.tolist()) == sorted(
         [*[[1, 2, 3, 4, 5, 0]] * 2, [1, 2, 3, 4, 90, 5], [1, 2, 3, 4, 5, 90]]
@@ -123,11 +105,6 @@ def test_items_of_the_same_tokens_share_a_row():
     batch.scatter(batch.sequence_mean(batch.behaviour_logp_N), found)
     assert [part[0].item() for part in found] == [-4.5, -4.5, -8.5, -4.5, -4]
     assert (batch.num_tokens, batch.num_padding) == (27, 2)
-
-
-def test_items_share_no_row_if_dropout_differs_from_item_to_item():
-    (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
-    assert len(batch.tokens_BT) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,6 +156,11 @@ def test_micro_batch_cut_has_minimal_cost(lengths, max_tokens, max_rows, device)
         (item(3, 2, first_id=98), "item 1: token id 100"),
         (item(3, 2, first_id=-1), "token id -1"),
         (item(0, 2), "empty prompt"),
+        *(
+            (replace(item(2, 2), forced=forced(at)), f"item 1: forced ids at {at} of 2 completion tokens")
+            for at in (-1, 3)
+        ),
+        (replace(item(2, 2), forced=forced(1, 100)), "token id 100 is outside"),
     ],
 )
 def test_items_that_no_engine_can_have_sampled_are_refused(broken, message):

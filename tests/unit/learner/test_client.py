@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
+from fakes.game_records import make_generation, make_step, make_trajectory
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
@@ -13,7 +13,7 @@ from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+from unstable_lite.types import PlayerTrajectory
 
 ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
 
@@ -24,29 +24,9 @@ def plan_of(algorithm: str) -> Config:
 
 def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTrajectory:
     """Return a trajectory whose tokens encode the game and the turn."""
-    steps = [
-        Step(
-            pid=0,
-            obs="",
-            act="",
-            reward=0.0,
-            env_id="E",
-            generation=Generation(
-                prompt_ids=np.array([game_idx, turn], np.int32),
-                completion_ids=np.array([turn], np.int32),
-                logprobs=np.array([-0.5], np.float32),
-                text="",
-                finish_reason="stop",
-                adapter_version=game_idx,
-            ),
-            format_feedback={"correct_answer_format": True, "invalid_move": False},
-        )
-        for turn in range(num_steps)
-    ]
-    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    return PlayerTrajectory(
-        pid=0, env_id="E", game_idx=game_idx, model=model, steps=steps, final_reward=final_reward, num_turns=num_steps
-    )
+    sampled = [make_generation([n], prompt_ids=[game_idx, n], adapter_version=game_idx) for n in range(num_steps)]
+    steps = [make_step(generation=generation) for generation in sampled]
+    return make_trajectory(*steps, game_idx=game_idx, final_reward=final_reward, num_turns=num_steps)
 
 
 async def test_episodes_reach_the_learner_whole_in_turn_order():

@@ -110,14 +110,6 @@ def test_scores_of_an_own_adapter_are_equal_to_the_last_bit(make_learner, make_i
     assert all(np.array_equal(a.adapter, b.adapter) for a, b in pairs)
 
 
-def test_all_zero_adapter_scores_like_the_base(make_learner, make_items, tmp_path):
-    learner, items = make_learner(), make_items()
-    fresh = make_learner(has_signal=False).policy
-    peft_files.write_adapter(tmp_path / "zero", *fresh.adapter_state())
-    for scored in learner.policy.score(items, read_parameters(tmp_path / "zero", learner.policy)):
-        assert np.array_equal(scored.adapter, scored.base)
-
-
 @pytest.mark.parametrize(
     ("rank", "modules", "is_narrow", "says"),
     [

@@ -24,7 +24,6 @@ from fakes.unrolled import (
 )
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.algorithms.ppo import OldPolicy, proximal_policy
-from unstable_lite.learner.batching import pad
 from unstable_lite.learner.training import adapted_coefficient, learning_rate_factor
 from unstable_lite.types import TrainItem
 
@@ -108,14 +107,6 @@ def test_gradient_matches_the_formula(make_learner, make_items, algorithm, setti
     assert largest_difference(ours, expected) < 1e-7
 
 
-def test_sequence_mean_is_that_of_the_tokens_own_completion(make_items):
-    items = make_items(5)
-    batch = pad(items)
-    means = batch.sequence_mean(batch.behaviour_logp_N.double())
-    expected = [item.logprobs.astype(np.float64).mean() for item in items for _ in item.completion_ids]
-    assert means.tolist() == pytest.approx(expected)
-
-
 # weights of steps and tokens
 
 
@@ -156,17 +147,6 @@ def test_critic_does_not_depend_on_weights(make_learner, make_items):
     critics = plain.training.critic.parameters, other.training.critic.parameters
     assert largest_difference(*critics) == 0.0
     assert largest_difference(plain.policy.parameters, other.policy.parameters) > 0.0
-
-
-def test_padded_tokens_keep_their_own_weights(make_items):
-    items = weighted(make_items(5))
-    expected = [
-        np.float32(item.weight * (1.0 if item.token_weights is None else item.token_weights[t]))
-        for item in items
-        for t in range(len(item.completion_ids))
-    ]
-    assert pad(items).weight_N.tolist() == pytest.approx(expected)
-    assert pad(items).weight_N.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
+from fakes.game_records import make_item
 from fakes.random_models import make_adapter, make_multimodal
 from unstable_lite.adapters import peft_files
 from unstable_lite.config.training import LoraConfig
@@ -27,18 +28,10 @@ from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.base_model import choose_dtype
 from unstable_lite.learner.model import Policy
 from unstable_lite.learner.other_adapters import read_parameters
-from unstable_lite.types import TrainItem
 
 PROMPT = np.array([5, 17, 3, 250], np.int32)
 COMPLETION = np.array([7, 7, 299], np.int32)
-ITEM = TrainItem(
-    prompt_ids=PROMPT,
-    completion_ids=COMPLETION,
-    logprobs=np.zeros(3, np.float32),
-    reward=0.0,
-    adapter_version=0,
-    trajectory=0,
-)
+ITEM = make_item(PROMPT, COMPLETION)
 
 
 def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:

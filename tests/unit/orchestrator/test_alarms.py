@@ -121,18 +121,6 @@ def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults() -> None:
     }
 
 
-def test_alarms_continue_unchanged_after_json() -> None:
-    values = [6.0] * 30 + [1.0] * 5
-    whole, first = alarms(staleness={"threshold": 5}), alarms(staleness={"threshold": 5})
-    expected = phases(whole, values)
-    observed = phases(first, values[:17])
-    second = alarms(staleness={"threshold": 5})
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    observed += [(update + 17, phase) for update, phase in phases(second, values[17:])]
-    assert observed == expected
-    assert second.counts() == whole.counts()
-
-
 def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evaluation:
     fields = {"draws": 0, "losses": n - wins, "invalid": 0, "void": 0, "mean_reward": 0.0, "reward_std": 1.0}
     return Evaluation(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fakes.game_records import RANDOM, make_record, make_spec, make_step, make_trajectory
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.files import read_part
@@ -25,25 +26,19 @@ from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import (
-    AgentSpec,
     BranchPoint,
     GameEnd,
     GameKind,
     GameRecord,
-    GameSpec,
-    Generation,
     ModelRef,
     Outcome,
     PastTurn,
-    PlayerTrajectory,
     Sampling,
-    Step,
     Turn,
 )
 
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 OLDER = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
 class Watched:
@@ -121,37 +116,14 @@ def game(
     opponent: ModelRef = RANDOM,
     kind: GameKind = "train",
     end: GameEnd = "natural",
-    invalid_pids: tuple[int, ...] = (),
-    eval_label: str | None = None,
+    **made: Any,
 ) -> GameRecord:
     """Return a game with the policy at seat 0."""
-    agents = tuple(
-        AgentSpec(pid=pid, model=m, collect_data=c, prompt_template="tiny", action_extraction_fn="default")
-        for pid, m, c in ((0, POLICY, kind == "train"), (1, opponent, False))
-    )
-    spec = GameSpec(
-        game_idx=0, kind=kind, env_id="E", num_players=2, seed=2, agent_specs=agents, max_turns=9, eval_label=eval_label
-    )
-    generation = Generation(
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.array([2], np.int32),
-        logprobs=np.zeros(1, np.float32),
-        text="a",
-        finish_reason="stop",
-        adapter_version=1,
-    )
-    step = Step(pid=0, obs="o", act="a", reward=0.0, env_id="E", generation=generation)
-    trajectory = PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=POLICY, steps=[step], final_reward=1.0)
-    other: Outcome = "loss" if outcome == "win" else "win"
-    return GameRecord(
-        spec=spec,
-        turns=[],
-        trajectories=[trajectory] if kind == "train" and end != "void" else [],
-        rewards={0: 1.0, 1: -1.0},
-        outcomes={0: outcome, 1: other},
-        end=end,
-        invalid_pids=invalid_pids,
-    )
+    is_training = kind == "train"
+    spec = make_spec(POLICY, opponent, kind=kind, trained=[0] * is_training, eval_label=made.pop("eval_label", None))
+    trajectories = [make_trajectory(make_step(), model=POLICY)] * (is_training and end != "void")
+    outcomes = {0: outcome, 1: "loss" if outcome == "win" else "win"}
+    return make_record(spec, 1.0, -1.0, trajectories=trajectories, outcomes=outcomes, end=end, **made)
 
 
 def evaluation(wins: int, step: int) -> Evaluation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from fakes import game_records
 from fakes.step_contexts import CONTEXT
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
@@ -22,37 +22,21 @@ from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Update
-from unstable_lite.types import Forced, Generation, ModelRef, PlayerTrajectory, Step, StepContext
+from unstable_lite.types import Forced, PlayerTrajectory, Step, StepContext
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def make_step(context: StepContext = CONTEXT, completion: Sequence[int] = (5, 6, 7), reward: float = 0.0) -> Step:
-    return Step(
-        pid=context.pid,
-        obs="o",
-        act="a",
-        reward=reward,
-        env_id="E",
-        generation=Generation(
-            prompt_ids=np.array([1], np.int32),
-            completion_ids=np.array(completion, np.int32),
-            logprobs=np.full(len(completion), -0.5, np.float32),
-            text="x",
-            finish_reason="stop",
-            adapter_version=0,
-        ),
-        step_info={"raw_reward": reward},
-        context=context,
-    )
+def make_step(context: StepContext = CONTEXT, reward: float = 0.0) -> Step:
+    info = {"raw_reward": reward}
+    return game_records.make_step([5, 6, 7], 0, pid=context.pid, reward=reward, step_info=info, context=context)
 
 
 def make_trajectory(**changes: Any) -> PlayerTrajectory:
     """Return a game of six turns, of which this player had 1, 3 and 5; `changes` are those of every context."""
     contexts = [{"turn": 1 + 2 * turn, "player_turn": turn} | changes for turn in range(3)]
     steps = [make_step(structs.replace(CONTEXT, **given)) for given in contexts]
-    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=model, steps=steps, final_reward=1.0, num_turns=6)
+    return game_records.make_trajectory(*steps, num_turns=6)
 
 
 def example(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Any:

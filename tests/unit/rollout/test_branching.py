@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -318,16 +317,6 @@ async def test_uncertain_branches_start_where_returns_differ() -> None:
     assert chosen.keys() == {1, 2, 3, 4, 5}
     assert chosen[3] > 0.7 * chosen.total()
     assert min(chosen.values()) > 0.02 * chosen.total()  # every turn is measured again
-
-
-async def test_state_is_restored_and_gives_the_same_groups() -> None:
-    of = config(NIM, at="uncertain", chance="fresh")
-    _, scheduler = await play(of, 30)
-    other = scheduler_of(of)
-    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
-    ours, theirs = ([each.next_train_group() for _ in range(20)] for each in (scheduler, other))
-    assert [[spec.start for spec in group] for group in ours] == [[spec.start for spec in group] for group in theirs]
-    assert any(group[0].start for group in ours)
 
 
 async def test_branched_game_is_in_the_report_but_not_in_its_table_of_results(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_collector import answer
 
+from fakes import game_records
+from fakes.game_records import BASE, make_record, make_spec, make_step
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations import (
     GROUP_BASELINES,
@@ -20,25 +21,11 @@ from unstable_lite.reward_transformations import (
 )
 from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import GameRecord, GameSpec, ModelRef, PlayerTrajectory, Step
-
-BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 
-def make_trajectory(num_steps, *, game_idx=0, version=0, final_reward=1.0):
-    steps = [
-        Step(
-            pid=0,
-            obs="o",
-            act=f"{game_idx}.{turn}",
-            reward=0.0,
-            env_id="E",
-            generation=answer("x", version),
-            format_feedback={"correct_answer_format": True, "invalid_move": False},
-        )
-        for turn in range(num_steps)
-    ]
-    return PlayerTrajectory(pid=0, env_id="E", game_idx=game_idx, model=BASE, steps=steps, final_reward=final_reward)
+def make_trajectory(num_steps, *, game_idx=0, version=0, **changes):
+    steps = [make_step(act=f"{game_idx}.{turn}", version=version) for turn in range(num_steps)]
+    return game_records.make_trajectory(*steps, game_idx=game_idx, **changes)
 
 
 def names_of(steps):
@@ -166,17 +153,6 @@ async def test_batch_that_can_never_fill_is_refused(size, n):
 # waiting
 
 
-async def test_batch_waits_until_it_is_complete():
-    buffer = StepBuffer(10)
-    learner = asyncio.create_task(buffer.get_batch(3, 0))
-    buffer.add_player_trajectory(make_trajectory(2))
-    await asyncio.sleep(0.01)
-    assert not learner.done()
-    buffer.add_player_trajectory(make_trajectory(2, game_idx=1))
-    assert len(await asyncio.wait_for(learner, 1)) == 3
-    assert buffer.size() == 1
-
-
 async def test_two_waiting_learners_get_different_steps():
     buffer = StepBuffer(10)
     learners = [asyncio.create_task(buffer.get_batch(2, 0)) for _ in range(2)]
@@ -190,16 +166,6 @@ async def test_two_waiting_learners_get_different_steps():
 
 
 # age
-
-
-async def test_steps_older_than_max_staleness_are_dropped_and_counted():
-    buffer = StepBuffer(10, max_staleness=1)
-    buffer.add_player_trajectory(make_trajectory(2, game_idx=0, version=0))
-    buffer.add_player_trajectory(make_trajectory(2, game_idx=1, version=1))
-    batch = await buffer.get_batch(2, current_version=2)
-    assert sorted(names_of(batch)) == ["1.0", "1.1"]
-    assert buffer.dropped_stale == 2
-    assert_balanced(buffer)
 
 
 async def test_episode_with_one_stale_step_is_dropped_whole():
@@ -260,20 +226,7 @@ async def test_steps_are_counted_by_env_and_game_length():
     assert metrics["collection-E/Steps Dropped"] == 6
     assert metrics["collection-E/Steps Played (1-4 turns)"] == 4
     assert metrics["collection-E/Steps Played (9-16 turns)"] == 12
-    restored = StepBuffer(100)
-    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert restored.counts.metrics() == metrics
     assert (buffer.counts.most_dropped() or "").startswith("E, ")
-
-
-async def test_same_seed_draws_the_same_steps():
-    async def draw(seed):
-        buffer = StepBuffer(50, rng=seed)
-        buffer.add_player_trajectory(make_trajectory(50))
-        return names_of(await buffer.get_batch(20, 0))
-
-    assert await draw(1) == await draw(1)
-    assert await draw(1) != await draw(2)
 
 
 async def test_episodes_come_shuffled_and_whole():
@@ -332,32 +285,6 @@ def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
 # state
 
 
-async def test_draining_returns_the_steps_and_makes_room():
-    buffer = StepBuffer(2)
-    buffer.add_player_trajectory(make_trajectory(2))
-    collector = asyncio.create_task(buffer.wait_for_room())
-    await asyncio.sleep(0)
-    assert names_of(buffer.drain()) == ["0.0", "0.1"]
-    await asyncio.wait_for(collector, 1)
-    buffer.drain()
-    assert (buffer.added, buffer.taken, buffer.dropped_stale, buffer.drained) == (2, 0, 0, 2)
-
-
-async def test_restored_buffer_continues_the_same_draws():
-    def filled(buffer):
-        buffer.add_player_trajectory(make_trajectory(20))
-        return buffer
-
-    first = filled(StepBuffer(20, rng=1))
-    await first.get_batch(5, 0)
-    state = json.loads(json.dumps(first.state_dict()))
-    first.drain()
-    second = StepBuffer(20, rng=2)
-    second.load_state_dict(state)
-    assert_balanced(second)
-    assert names_of(await filled(second).get_batch(9, 0)) == names_of(await filled(first).get_batch(9, 0))
-
-
 def test_transform_state_is_part_of_the_buffer_state():
     saved, loaded = (StepBuffer(10, RoleAdvantageFormatter()) for _ in range(2))
     saved.add_player_trajectory(make_trajectory(2))
@@ -375,30 +302,12 @@ def test_transform_state_is_part_of_the_buffer_state():
 
 def make_game(rewards, *, group_idx=0, num_steps=1, end="natural", invalid=(), game_idx=0):
     """Return a game of a group with the policy at every seat and a reward for each seat."""
-    trajectories = []
-    for pid, reward in enumerate(rewards):
-        trajectory = make_trajectory(num_steps, game_idx=game_idx, final_reward=reward)
-        trajectory.pid = pid
-        trajectories.append(trajectory)
-    spec = GameSpec(
-        game_idx=game_idx,
-        kind="train",
-        env_id="E",
-        num_players=len(rewards),
-        seed=0,
-        agent_specs=(),
-        max_turns=9,
-        group_idx=group_idx,
-    )
-    return GameRecord(
-        spec=spec,
-        turns=[],
-        trajectories=trajectories if end != "void" else [],
-        rewards={},
-        outcomes={},
-        end=end,
-        invalid_pids=tuple(invalid),
-    )
+    trajectories = [
+        make_trajectory(num_steps, game_idx=game_idx, final_reward=reward, pid=pid)
+        for pid, reward in enumerate(rewards)
+    ]
+    spec = make_spec(*[BASE] * len(rewards), group_idx=group_idx, game_idx=game_idx)
+    return make_record(spec, trajectories=trajectories * (end != "void"), end=end, invalid_pids=tuple(invalid))
 
 
 def make_grouped_buffer(group_size, baseline="grpo", size=100, **kwargs):

@@ -191,13 +191,3 @@ async def test_equal_results_at_each_seat_give_advantage_zero_also_after_a_resta
     assert await batch(records[40:], 1.0) == {2.0}, "results differ from those of the batch before"
     del state["spread"]
     make_buffer(of).load_state_dict(state)
-
-
-async def test_resumed_scheduler_continues_with_the_same_groups() -> None:
-    of = config(4)
-    before, after = scheduler_of(of), scheduler_of(of)
-    for _ in range(5):
-        before.next_train_group()
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    for _ in range(10):
-        assert after.next_train_group() == before.next_train_group()

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fakes.game_records import make_generation
 from fakes.openai_server import chat_reply, serving
 from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
@@ -45,14 +45,7 @@ async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | N
     """Answer after a delay that depends on the prompt, so that games end in another order than they began."""
     await asyncio.sleep(len(prompt) % 7 / 1000)
     text = "\\boxed{[1 1]}" if "Nim" in prompt else f"\\boxed{{{prompt.split('[')[-1][:2]}]}}"
-    return Generation(
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.array([2], np.int32),
-        logprobs=np.array([-1.0], np.float32),
-        text=text,
-        finish_reason="stop",
-        adapter_version=version,
-    )
+    return make_generation([2], text=text, adapter_version=version)
 
 
 async def test_games_are_played_until_there_are_enough_pairs_of_winners() -> None:

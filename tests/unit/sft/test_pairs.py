@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fakes.game_records import make_record, make_spec
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
@@ -15,11 +16,8 @@ from unstable_lite.games.answers import extract_boxed, written_answer
 from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line
 from unstable_lite.types import (
-    AgentSpec,
     GameRecord,
-    GameSpec,
     ModelRef,
-    Outcome,
     Turn,
 )
 
@@ -31,29 +29,9 @@ ENVS = (
 
 def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), badly_formed: int = -1) -> GameRecord:
     """Return a game of six turns, the players alternating; turn `badly_formed` does not have the requested form."""
-    agents = tuple(
-        AgentSpec(
-            pid=pid,
-            model=ModelRef(uid=name, kind="fixed", name=name),
-            collect_data=False,
-            prompt_template="tiny",
-            action_extraction_fn="default",
-        )
-        for pid, name in enumerate(players)
-    )
-    spec = GameSpec(
-        game_idx=7,
-        kind="train",
-        env_id="Nim-v0-train",
-        num_players=len(players),
-        seed=0,
-        agent_specs=agents,
-        max_turns=9,
-    )
+    models = [ModelRef(uid=name, kind="fixed", name=name) for name in players]
     last_turns = {n % len(players): n for n in range(6)}
-    outcomes: dict[int, Outcome] = {
-        pid: "draw" if wins is None else "win" if pid == wins else "loss" for pid in range(len(players))
-    }
+    bad = [last_turns[pid] for pid in invalid]
     turns = [
         Turn(
             pid=n % len(players),
@@ -61,19 +39,13 @@ def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), bad
             text=f"said {n}",
             action=f"[{n}]",
             format_ok=n != badly_formed,
-            is_invalid=n in [last_turns[pid] for pid in invalid],
+            is_invalid=n in bad,
         )
         for n in range(6)
     ]
-    return GameRecord(
-        spec=spec,
-        turns=turns,
-        trajectories=[],
-        rewards={pid: float(pid == wins) for pid in range(len(players))},
-        outcomes=outcomes,
-        end="invalid" if invalid else "natural",
-        invalid_pids=invalid,
-    )
+    rewards = [float(pid == wins) for pid in range(len(players))]
+    ends: dict[str, Any] = {"end": "invalid" if invalid else "natural", "invalid_pids": invalid}
+    return make_record(make_spec(*models, game_idx=7, env_id="Nim-v0-train"), *rewards, turns=turns, **ends)
 
 
 def kept(record: GameRecord, **sft: Any) -> tuple[list[int], dict[str, int]]:

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util.tensor_util import make_ndarray
 
+from fakes.game_records import make_item
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LearnerConfig, RunConfig
@@ -155,14 +156,7 @@ def test_each_sampling_of_an_eval_env_has_its_chart() -> None:
 
 
 def item(length: int, logprob: float, reward: float) -> TrainItem:
-    return TrainItem(
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.arange(length, dtype=np.int32),
-        logprobs=np.full(length, logprob, np.float32),
-        reward=reward,
-        adapter_version=1,
-        trajectory=0,
-    )
+    return make_item([1], range(length), [logprob] * length, reward=reward, adapter_version=1)
 
 
 def test_histograms_count_each_trained_step_and_token_once() -> None:

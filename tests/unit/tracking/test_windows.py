@@ -58,17 +58,6 @@ def test_metrics_cover_only_the_newest_trajectories(num_games: int) -> None:
     assert diversity.metrics() == pytest.approx(expected(trajectories[-20:]))
 
 
-def test_policy_that_always_acts_the_same_has_no_entropy() -> None:
-    diversity = Diversity(window=512)
-    for _ in range(5):
-        diversity.append(digests(["s1", "s2"]), digests(["a", "b"]))
-    metrics = diversity.metrics()
-    assert metrics["Action Entropy (per turn)"] == pytest.approx(0)
-    assert metrics["Unique Trajectories"] == 1
-    assert metrics["Pct. Unique Action 2-gram"] == 1 / 5
-    assert "Pct. Unique Action 3-gram" not in metrics
-
-
 def test_long_games_fill_the_window_earlier() -> None:
     diversity = Diversity(window=512, max_turns=100)
     for game in range(30):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.game_records import make_item
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
 from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode
@@ -338,17 +339,7 @@ def test_oversized_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_messages_share_one_frame() -> None:
-    items = tuple(
-        TrainItem(
-            prompt_ids=np.array([1, 2], np.int32),
-            completion_ids=np.array([3], np.int32),
-            logprobs=np.array([-0.5], np.float32),
-            reward=0.5,
-            adapter_version=version,
-            trajectory=version,
-        )
-        for version in range(3)
-    )
+    items = tuple(make_item([1, 2], [3], adapter_version=version) for version in range(3))
     generate = Generate(
         request_id=7, prompt="p", adapter_version=0, max_tokens=1, temperature=1, top_p=1, stop=("x",), seed=None
     )
