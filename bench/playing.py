@@ -19,8 +19,8 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec

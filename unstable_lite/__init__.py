@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.learner.algorithms.reinforce import REINFORCELearner as REINFORCELearner
     from unstable_lite.orchestrator.run import Run as Run
     from unstable_lite.rollout.buffer import EpisodeBuffer as EpisodeBuffer
+    from unstable_lite.rollout.buffer import StepBuffer as StepBuffer
     from unstable_lite.rollout.collector import Collector as Collector
-    from unstable_lite.rollout.step_buffer import StepBuffer as StepBuffer
     from unstable_lite.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
@@ -40,7 +40,7 @@ _HOMES = {
     "PPOLearner": "learner.algorithms.ppo",
     "REINFORCELearner": "learner.algorithms.reinforce",
     "Run": "orchestrator.run",
-    "StepBuffer": "rollout.step_buffer",
+    "StepBuffer": "rollout.buffer",
     "TerminalInterface": "dashboards.terminal",
     "Tracker": "tracking.tracker",
     "TrainEnvSpec": "config.games",

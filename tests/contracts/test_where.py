@@ -22,7 +22,10 @@ ANSWERS = {
     "Where do I add a scripted opponent?": ("games/players/scripted.py", "class "),
     "Where do I add a rule that chooses the opponent?": ("league/samplers/model_samplers.py", "class BaseModelSampler"),
     "Where are TrueSkill ratings updated?": ("league/model_registry.py", "def update_ratings"),
-    "Where is the average reward of a role subtracted?": ("reward_transformations/final.py", "class RoleAdvantage"),
+    "Where is the average reward of a role subtracted?": (
+        "reward_transformations/transforms.py",
+        "class RoleAdvantage",
+    ),
     "Where is PPO?": ("learner/algorithms/ppo.py", "class PPOLearner"),
     "Where are the policy-gradient loss and importance weights computed?": (
         "learner/losses.py",

@@ -31,11 +31,10 @@ from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError
 from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
-from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.local_game import hang_guard, reason_of
 from unstable_lite.games.openspiel.game import describe_games, trial_problem
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 from unstable_lite.games.questions import is_questions, read_questions
-from unstable_lite.games.step_errors import reason_of
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02

@@ -26,7 +26,7 @@ from typing import Any
 from unstable_lite.errors import EnvError, EnvRaised, RequestError, WorkerDied
 from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_start import SETTINGS, LocalEnvironment, environment_of, file_of_call, game_under_way
-from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.local_game import hang_guard
 from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess

@@ -15,7 +15,7 @@ import numpy as np
 
 from unstable_lite.errors import EnvRaised, described
 from unstable_lite.games.env_start import NO_GAME, LocalEnvironment, environment_of, file_of_call, write_game
-from unstable_lite.games.step_errors import reason_of
+from unstable_lite.games.local_game import reason_of
 from unstable_lite.transport.codec import encode
 from unstable_lite.transport.messages import DropEnv, EnvState, Failed, MakeEnv, Message, Ready, StepEnv, Stop
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec

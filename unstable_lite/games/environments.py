@@ -25,8 +25,7 @@ import numpy as np
 
 from unstable_lite import plugins
 from unstable_lite.errors import EnvError
-from unstable_lite.games.hang_guard import Overdue, guarded_call
-from unstable_lite.games.step_errors import STEP_ERRORS, LocalGame
+from unstable_lite.games.local_game import STEP_ERRORS, LocalGame, Overdue, guarded_call
 from unstable_lite.types import Observation, Outcome
 
 WORD_LISTS = "textarena.envs.utils.word_lists"

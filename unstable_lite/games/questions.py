@@ -21,7 +21,7 @@ import msgspec
 from unstable_lite.config.env_ids import QUESTIONS
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import plain
-from unstable_lite.games.step_errors import LocalGame
+from unstable_lite.games.local_game import LocalGame
 from unstable_lite.rng import question_number
 
 MOST_BYTES = 64 << 20

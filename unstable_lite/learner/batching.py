@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import RequestError
-from unstable_lite.reward_transformations.sampling import weight_problem
+from unstable_lite.reward_transformations.transforms import weight_problem
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
 ROUNDING = 1e-6

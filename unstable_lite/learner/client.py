@@ -14,7 +14,7 @@ from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import NoRoomError, WorkerDied
 from unstable_lite.learner import UPDATE_TIMEOUT_S, UPDATED
-from unstable_lite.reward_transformations.sampling import plain_weights
+from unstable_lite.reward_transformations.transforms import plain_weights
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,

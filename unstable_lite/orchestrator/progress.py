@@ -18,7 +18,7 @@ from unstable_lite.config.games import against
 from unstable_lite.files import replaced
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
-from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.displayed_metrics import METRICS, metrics_of_env
 from unstable_lite.tracking.evaluations import FORFEIT_SHARE
 from unstable_lite.tracking.run_directory import LIVE

@@ -30,9 +30,8 @@ from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.orchestrator.wiring import RunParts, check_parts
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.printable import visible
-from unstable_lite.rollout.buffer import EpisodeBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.tracking.tracker import Tracker

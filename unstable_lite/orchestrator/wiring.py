@@ -52,9 +52,8 @@ from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
-from unstable_lite.rollout.buffer import EpisodeBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tensorboard import TensorBoardSink

@@ -10,14 +10,17 @@ from typing import TypeVar
 from unstable_lite import plugins
 from unstable_lite.config.training import RewardConfig, Transformation
 from unstable_lite.errors import ConfigError
-from unstable_lite.reward_transformations.compose import takes_context
-from unstable_lite.reward_transformations.final import *  # noqa: F403
-from unstable_lite.reward_transformations.final import FINAL, ComposeFinalRewardTransforms
 from unstable_lite.reward_transformations.group import *  # noqa: F403
-from unstable_lite.reward_transformations.sampling import *  # noqa: F403
-from unstable_lite.reward_transformations.sampling import SAMPLING, ComposeSamplingRewardTransforms
-from unstable_lite.reward_transformations.step import *  # noqa: F403
-from unstable_lite.reward_transformations.step import STEP, ComposeStepRewardTransforms
+from unstable_lite.reward_transformations.transforms import *  # noqa: F403
+from unstable_lite.reward_transformations.transforms import (
+    FINAL,
+    SAMPLING,
+    STEP,
+    ComposeFinalRewardTransforms,
+    ComposeSamplingRewardTransforms,
+    ComposeStepRewardTransforms,
+    takes_context,
+)
 
 T = TypeVar("T")
 

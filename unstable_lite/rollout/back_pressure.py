@@ -1,6 +1,7 @@
 """Limit the training games in flight so that their steps are trained on before they are too old.
 
-Owns the estimates of how many steps a game brings and how long games last. Knows nothing of engines or learners.
+Owns the estimates of how many steps a game brings and how long games last, and the counts of the steps that were too
+old, by the length of their game. Knows nothing of engines or learners.
 
 The steps of a game are ready when it ends, and have the adapter version of its start or (`league.adapter_policy`
 "turn") of their turn's start, so they age while the game is played. A game's lifetime is measured
@@ -20,13 +21,15 @@ without them: games that grow too old are better than a learner that waits for e
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from unstable_lite.types import GameSpec
+from unstable_lite.types import GameSpec, Step
 
 T = TypeVar("T")
 
@@ -47,6 +50,10 @@ that outlasts so many others is no longer waited for, so that a game that hangs 
 """
 AGES = 16
 """Most ages that represent the steps of one game whose turns have different versions."""
+LENGTHS = (4, 8, 16, 32, 64)
+"""Largest number of turns in each class of game length; longer games form one more class."""
+UNKNOWN_LENGTH = "unknown turns"
+"""Class of steps that were added without their game."""
 
 
 def max_age(max_staleness: int, max_loras: int) -> int:
@@ -257,3 +264,61 @@ class InFlight:
             self._ended[env_id], self._means[env_id] = ended, mean
         self._lifetimes.extend((lifetime, steps) for lifetime, steps in state["lifetimes"])
         self.measure()
+
+
+def length_class(num_turns: int) -> str:
+    """Return the class of a game's length, as metrics name it: `9-16 turns`, `65+ turns`."""
+    index = bisect_left(LENGTHS, num_turns)
+    least = LENGTHS[index - 1] + 1 if index else 1
+    return f"{least}-{LENGTHS[index]} turns" if index < len(LENGTHS) else f"{least}+ turns"
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Fate of the collected steps of one env's games in one class of length, since the start of the run."""
+
+    played: int = 0
+    """Number of steps of games that ended and were not void."""
+    trained: int = 0
+    """Number of steps that the learner took."""
+    dropped: int = 0
+    """Number of steps that became too stale."""
+
+
+class CountsByLength(dict[tuple[str, str], StepCounts]):
+    """Counts by env id and class of game length."""
+
+    @classmethod
+    def of(cls, state: Iterable[Iterable[Any]]) -> CountsByLength:
+        """Return the counts that `state_dict` returned."""
+        return cls({(env_id, turns): StepCounts(*counts) for env_id, turns, *counts in state})
+
+    def state_dict(self) -> list[list[Any]]:
+        return [[*key, c.played, c.trained, c.dropped] for key, c in self.items()]
+
+    def add(self, steps: Iterable[Step], fate: Literal["played", "trained", "dropped"]) -> None:
+        for step in steps:
+            key = step.env_id, step.step_info.get("game_length", UNKNOWN_LENGTH)
+            counts = self.get(key)
+            if counts is None:
+                counts = self[key] = StepCounts()
+            setattr(counts, fate, getattr(counts, fate) + 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts as metrics, of each class of length and of all."""
+        metrics: dict[str, float] = {}
+        for (env_id, turns), counts in self.items():
+            of_class = {"Played": counts.played, "Trained": counts.trained, "Dropped": counts.dropped}
+            for fate, count in of_class.items():
+                total = f"collection-{env_id}/Steps {fate}"
+                metrics[total] = metrics.get(total, 0) + count
+                metrics[f"{total} ({turns})"] = count
+        return metrics
+
+    def most_dropped(self) -> str | None:
+        """Return the env and class of game length with the largest share of dropped steps, and that share; or None."""
+        shares = {key: c.dropped / c.played for key, c in self.items() if c.dropped and c.played}
+        if not shares:
+            return None
+        env_id, turns = max(shares, key=shares.__getitem__)
+        return f"{env_id}, {turns}: {shares[env_id, turns]:.1%}"

@@ -6,7 +6,10 @@ the waiting steps and those expected from games in flight are as many as can be 
 Steps leave in three ways only, each counted: taken into a batch, the oldest first; dropped as too stale to learn from;
 or drained. So at all times `added == taken + dropped_stale + drained + size()`.
 
-`EpisodeBuffer` holds whole trajectories, step_buffer.py single steps.
+`EpisodeBuffer` holds whole trajectories, `StepBuffer` single steps. Games that are played in groups wait outside a
+`StepBuffer` until their group is complete, but count as if they were in it. Once a group has begun, its games must
+therefore start even if the buffer is full. Then every group is completed, none waits beside a full buffer for ever, and
+the learner gets its steps.
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
@@ -24,78 +26,24 @@ from typing import Any, ClassVar, Literal
 
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
-from unstable_lite.reward_transformations.compose import Stateful
-from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms, FinalRewardTransform
-from unstable_lite.reward_transformations.sampling import SamplingRewardTransform, plain_weights, weight_problem
-from unstable_lite.reward_transformations.step import ComposeStepRewardTransforms, StepRewardTransform
+from unstable_lite.reward_transformations.averages import Spread
+from unstable_lite.reward_transformations.group import Group, GroupBaseline, compare, without_alike
+from unstable_lite.reward_transformations.transforms import (
+    ComposeFinalRewardTransforms,
+    ComposeStepRewardTransforms,
+    FinalRewardTransform,
+    SamplingRewardTransform,
+    Stateful,
+    StepRewardTransform,
+    plain_weights,
+    weight_problem,
+)
 from unstable_lite.rng import restore, state_of
-from unstable_lite.rollout.back_pressure import InFlight
+from unstable_lite.rollout.back_pressure import CountsByLength, InFlight, length_class
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
 COUNTERS = ("added", "taken", "dropped_stale", "filtered")
 """Totals since the start of the run that a checkpoint keeps."""
-LENGTHS = (4, 8, 16, 32, 64)
-"""Largest number of turns in each class of game length; longer games form one more class."""
-UNKNOWN_LENGTH = "unknown turns"
-"""Class of steps that were added without their game."""
-
-
-def length_class(num_turns: int) -> str:
-    """Return the class of a game's length, as metrics name it: `9-16 turns`, `65+ turns`."""
-    index = bisect_left(LENGTHS, num_turns)
-    least = LENGTHS[index - 1] + 1 if index else 1
-    return f"{least}-{LENGTHS[index]} turns" if index < len(LENGTHS) else f"{least}+ turns"
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """Fate of the collected steps of one env's games in one class of length, since the start of the run."""
-
-    played: int = 0
-    """Number of steps of games that ended and were not void."""
-    trained: int = 0
-    """Number of steps that the learner took."""
-    dropped: int = 0
-    """Number of steps that became too stale."""
-
-
-class CountsByLength(dict[tuple[str, str], StepCounts]):
-    """Counts by env id and class of game length."""
-
-    @classmethod
-    def of(cls, state: Iterable[Iterable[Any]]) -> CountsByLength:
-        """Return the counts that `state_dict` returned."""
-        return cls({(env_id, turns): StepCounts(*counts) for env_id, turns, *counts in state})
-
-    def state_dict(self) -> list[list[Any]]:
-        return [[*key, c.played, c.trained, c.dropped] for key, c in self.items()]
-
-    def add(self, steps: Iterable[Step], fate: Literal["played", "trained", "dropped"]) -> None:
-        for step in steps:
-            key = step.env_id, step.step_info.get("game_length", UNKNOWN_LENGTH)
-            counts = self.get(key)
-            if counts is None:
-                counts = self[key] = StepCounts()
-            setattr(counts, fate, getattr(counts, fate) + 1)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counts as metrics, of each class of length and of all."""
-        metrics: dict[str, float] = {}
-        for (env_id, turns), counts in self.items():
-            of_class = {"Played": counts.played, "Trained": counts.trained, "Dropped": counts.dropped}
-            for fate, count in of_class.items():
-                total = f"collection-{env_id}/Steps {fate}"
-                metrics[total] = metrics.get(total, 0) + count
-                metrics[f"{total} ({turns})"] = count
-        return metrics
-
-    def most_dropped(self) -> str | None:
-        """Return the env and class of game length with the largest share of dropped steps, and that share; or None."""
-        shares = {key: c.dropped / c.played for key, c in self.items() if c.dropped and c.played}
-        if not shares:
-            return None
-        env_id, turns = max(shares, key=shares.__getitem__)
-        return f"{env_id}, {turns}: {shares[env_id, turns]:.1%}"
 
 
 @from_reference(unused={"tracker"})
@@ -131,6 +79,7 @@ class Buffer:
         """Games that will bring more steps; None: they are not counted."""
         self._final = ComposeFinalRewardTransforms.of(self.final_reward_transformation)
         self._step = ComposeStepRewardTransforms.of(self.step_reward_transformation)
+        self._transforms = self._final, self._step, self.sampling_reward_transformation
         self._rng = self.rng if isinstance(self.rng, random.Random) else random.Random(self.rng)
         self._chunks: list[list[Step]] = []
         self._size = 0
@@ -148,12 +97,8 @@ class Buffer:
     @property
     def is_full(self) -> bool:
         """Whether no new game should start. Steps of games in flight are kept in any case."""
-        held = self.steps_held()
+        held = self._size + self.steps_in_groups
         return held >= self.max_buffer_size or (self.in_flight is not None and not self.in_flight.has_room(held))
-
-    def steps_held(self) -> int:
-        """Return the number of steps that wait for the learner or for the rest of their group."""
-        return self._size + self.steps_in_groups
 
     def begin_game(self, spec: GameSpec) -> None:
         """Count the steps of a game that starts now as in flight until `add_game` gets its record."""
@@ -263,10 +208,6 @@ class Buffer:
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)
-
-    @property
-    def _transforms(self) -> tuple[object, object, object]:
-        return self._final, self._step, self.sampling_reward_transformation
 
     def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""
@@ -392,3 +333,66 @@ class EpisodeBuffer(Buffer):
             raise ConfigError(f"{sampling!r} returned {len(transformed)} of {len(steps)} steps; it must keep all")
         remaining = iter(transformed)
         return [[next(remaining) for _ in episode] for episode in episodes]
+
+
+@from_reference(unused={"tracker"})
+@dataclass(eq=False, repr=False)
+class StepBuffer(Buffer):
+    """Buffer of single steps; each carries its player's final reward, or its advantage within its group."""
+
+    batches = "steps"
+    group_size: int = 1
+    group_baseline: GroupBaseline | None = None
+    """Baseline of a player's rewards at one seat."""
+    is_duplicate: bool = False
+    """Whether the games of a group are one deal played from both seats, which `across_seats` compares."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.group_counts = {"whole": 0, "without_spread": 0, "of_one": 0}
+        """Numbers of completed groups of one player, or of one deal: all; with equal rewards; those of which games were
+        left out because none is left to compare them with."""
+        self._groups: dict[int, Group] = {}
+        self._spread = Spread()
+        """Newest results of earlier batches, if games are duplicates."""
+
+    def add_game(self, record: GameRecord) -> None:
+        """Add a finished game's steps once its group is complete; a void game makes its group smaller."""
+        if record.spec.group_idx is None or not (self.group_baseline or self.is_duplicate):
+            super().add_game(record)
+            return
+        group = self._groups.setdefault(record.spec.group_idx, Group())
+        group.num_games += 1
+        trajectories, born, _ = self._end_game(record)
+        group.born = born if group.born is None else min(group.born, born)
+        for trajectory in trajectories:
+            if trajectory.steps:  # a player without a turn has no step rewards to compare
+                self._set_rewards(trajectory)
+                compared_with = 0 if self.is_duplicate else trajectory.pid
+                group.trajectories.setdefault(compared_with, []).append(trajectory)
+                self.steps_in_groups += len(trajectory.steps)
+        if group.num_games == self.group_size:
+            del self._groups[record.spec.group_idx]
+            before, baseline = self.added, None if self.is_duplicate else self.group_baseline
+            for compared in group.trajectories.values():
+                self.steps_in_groups -= sum(len(trajectory.steps) for trajectory in compared)
+                self._put([[step] for step in compare(compared, baseline, self.group_counts)])
+            if self.in_flight is not None:
+                self.in_flight.arrive(group.born, self.added - before)
+        self._make_room()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"groups": dict(self.group_counts), "spread": self._spread.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.group_counts |= state["groups"]
+        if "spread" in state:  # a checkpoint from before there were duplicates has none
+            self._spread.load_state_dict(state["spread"])
+
+    async def get_batch(self, n: int, current_version: int) -> list[Step]:
+        """Wait for `n` fresh steps; return exactly `n`: the oldest, at random among those of one version."""
+        steps = list(chain.from_iterable(await self._take(n, current_version)))
+        if self.is_duplicate:
+            steps = without_alike(steps, self._spread)
+        return steps if self.sampling_reward_transformation is None else self.sampling_reward_transformation(steps)

@@ -25,9 +25,8 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import Generates
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.rollout.buffer import EpisodeBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.run_game import GameRunner
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, GameSpec, Generation, ModelRef
 
 T = TypeVar("T")

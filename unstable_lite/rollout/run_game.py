@@ -29,10 +29,10 @@ from unstable_lite.errors import (
 )
 from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process
 from unstable_lite.games.environments import outcomes_from_rewards
+from unstable_lite.games.local_game import reason_of
 from unstable_lite.games.players.factory import PlayerFactory, is_remote
 from unstable_lite.games.players.policy import Player
 from unstable_lite.games.players.scripted import ScriptedPlayer
-from unstable_lite.games.step_errors import reason_of
 from unstable_lite.league.branch_points import digest_of
 from unstable_lite.league.ratings import team_scores
 from unstable_lite.rng import derive_seed

@@ -35,7 +35,7 @@ from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.local_tokenizer import CUT
-from unstable_lite.rollout.buffer import CountsByLength, StepCounts
+from unstable_lite.rollout.back_pressure import CountsByLength, StepCounts
 from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import T_95, t_95, wilson_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json

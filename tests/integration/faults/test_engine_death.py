@@ -31,8 +31,8 @@ from unstable_lite.orchestrator import supervisor
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Workers, started_engines
 from unstable_lite.planning.plan import make_plan
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import Collector
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "prompt_template": "tiny"}

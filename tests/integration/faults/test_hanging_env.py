@@ -13,7 +13,7 @@ import pytest
 from fakes import runs
 from unstable_lite.errors import EnvError
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.local_game import hang_guard
 
 HANGS_SOMETIMES = """
 import sys

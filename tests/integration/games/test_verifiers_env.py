@@ -21,7 +21,7 @@ from fakes import runs
 from unstable_lite.errors import ConfigError, EnvError
 from unstable_lite.files import read_records
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.local_game import hang_guard
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ENV_ID = "verifiers_env:Verifiers-v0"

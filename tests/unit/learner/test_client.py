@@ -11,8 +11,7 @@ from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.rollout.buffer import EpisodeBuffer
-from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.types import PlayerTrajectory
 
 ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}

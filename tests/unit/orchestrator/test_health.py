@@ -21,7 +21,7 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.files import read_part
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY
 from unstable_lite.orchestrator.health import TrainingHealth
-from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker

@@ -18,8 +18,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.checkpoint import read_checkpoint, save_checkpoint
 from unstable_lite.reward_transformations import ComposeSamplingRewardTransforms
-from unstable_lite.rollout.buffer import EpisodeBuffer
-from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Update
 from unstable_lite.types import Forced, PlayerTrajectory, Step, StepContext

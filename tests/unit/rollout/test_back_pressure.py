@@ -11,10 +11,9 @@ from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes import game_records
 from fakes.game_records import BASE, Observer, make_record
-from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, spread_of, turn_spread_of
-from unstable_lite.rollout.buffer import length_class
+from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, length_class, spread_of, turn_spread_of
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import LockStep
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameSpec
 
 

@@ -32,8 +32,8 @@ from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.rules import branching_rules
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.plugins import lasting
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record, run_game
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.records import record_to_json
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec, Generation, PastTurn, Turn

@@ -19,8 +19,7 @@ from unstable_lite.reward_transformations import (
     RewardForFormat,
     RoleAdvantageFormatter,
 )
-from unstable_lite.rollout.buffer import EpisodeBuffer
-from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 
 
 def make_trajectory(num_steps, *, game_idx=0, version=0, **changes):

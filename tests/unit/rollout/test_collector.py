@@ -27,8 +27,8 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
 from unstable_lite.reward_transformations import GROUP_BASELINES
 from unstable_lite.rollout import collector, run_game
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import Collector, LockStep
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, Generation
 
 TICTACTOE = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=1, prompt_template="tiny")

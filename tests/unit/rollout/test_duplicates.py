@@ -19,8 +19,8 @@ from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.reward_transformations.group import SeatReward, across_seats, leave_one_out
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, Step
 
 KUHN = "openspiel:kuhn_poker"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms
+from unstable_lite.reward_transformations.transforms import ComposeFinalRewardTransforms
 from unstable_lite.rng import derive_seed
 from unstable_lite.transport.worker_main import last_words
 
@@ -83,4 +83,4 @@ def test_mistake_below_the_package_alone_has_the_packages_line() -> None:
     with pytest.raises(TypeError) as caught:
         ComposeFinalRewardTransforms(5)  # type: ignore[arg-type]
     caught.value.__traceback__ = caught.tb.tb_next  # as in a worker, whose own frames are the package's
-    assert re.fullmatch(r"TypeError .*/reward_transformations/compose.py:\d+", last_words(caught.value).place)
+    assert re.fullmatch(r"TypeError .*/reward_transformations/transforms.py:\d+", last_words(caught.value).place)

@@ -22,8 +22,8 @@ from typing import Any
 
 from unstable_lite.config.env_ids import PREFIX, canonical_env_id
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.local_game import LocalGame
 from unstable_lite.games.openspiel.prompts import WORDINGS, action_names, prompt, read_action
-from unstable_lite.games.step_errors import LocalGame
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import UTILITY
