@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 
-from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 

@@ -8,7 +8,7 @@ from collections import deque
 import textarena as ta
 from textarena.envs.registration import ENV_REGISTRY, register
 
-from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.errors import ModelError
 from unstable_lite.transport.worker_main import WorkerSpec
 

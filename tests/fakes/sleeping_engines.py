@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.engines.embedded.engine import TransformersEngine
-from unstable_lite.engines.scripted import ScriptedEngine
 from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.transport.messages import Generated
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import unstable_lite
-from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.orchestrator.canary_checks import CANARY_TOKENS
 from unstable_lite.transport.messages import Generate
 from unstable_lite.transport.worker_main import WorkerSpec

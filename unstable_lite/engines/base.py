@@ -2,11 +2,12 @@
 
 Each file beside this one is one kind of engine; its library is imported only there. The shared part owns the rules of
 adapter versions, the checks of requests and the counts of tokens: a version is loaded once, never again after its
-unload, and stays while a request needs it.
+unload, and stays while a request needs it. `ScriptedEngine` is the shortest engine: it has no model.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkab
 import numpy as np
 
 from unstable_lite import plugins
+from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.games.answers import END_OF_THINKING
 from unstable_lite.games.templates import chats_in_use, own_tags, templates_for
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -30,7 +33,7 @@ ENGINES = {
     "vllm": "unstable_lite.engines.vllm:VLLMEngine",
     "vllm-server": "unstable_lite.engines.vllm_server:VLLMServerEngine",
     "transformers": "unstable_lite.engines.embedded.engine:TransformersEngine",
-    "scripted": "unstable_lite.engines.scripted:ScriptedEngine",
+    "scripted": "unstable_lite.engines.base:ScriptedEngine",
 }
 REQUEST_TIMEOUT_S = 600.0
 """Time after which a request without a reply fails."""
@@ -40,6 +43,9 @@ BASE = 0
 """Version of the base, which has no adapter."""
 GREEDY_BELOW = 1e-5
 """Temperature below which the most probable token is taken, with its probability at temperature 1, as in vLLM."""
+
+STOP_ID, LOGPROB = 256, -1.0
+"""Token that ends a completion of `ScriptedEngine`, and the log-probability of each of its tokens."""
 
 
 class Engine(Protocol):
@@ -250,6 +256,69 @@ class EngineShell:
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._reported_at = now
         return stats
+
+
+class ScriptedEngine(EngineShell):
+    """Engine without a model that replies from a list at once, for tests and benches.
+
+    Accepts the same requests, tracks adapters alike and raises the same errors as an engine with a model. A token
+    is a byte of UTF-8; `STOP_ID` ends a completion.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        config = spec.config
+        super().__init__(spec, config.engine.max_model_len)
+        self._replies = config.engine.replies
+        self._rng = random.Random(f"{config.run.seed} {spec.name}")
+        self._finished: list[Generated] = []
+        self.info = {
+            "kind": "scripted",
+            "model": None,
+            "device": spec.device,
+            "dtype": None,
+            "threads": spec.threads,
+            "max_model_len": self._max_model_len,
+            "vocab_size": STOP_ID + 1,
+            "prompts": {"end_of_thinking": list(END_OF_THINKING.encode())},
+        }
+
+    def _prompt_ids(self, request: Generate) -> TokenIds:
+        if request.prompt_ids is not None:
+            return request.prompt_ids
+        return np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int32)
+
+    def _begin(self, request: Generate, prompt_ids: TokenIds, max_tokens: int) -> None:
+        rng = self._rng if request.seed is None else random.Random(request.seed)
+        reply = rng.choice(self._replies)
+        whole_ids = [*reply.encode(), STOP_ID]
+        ids = whole_ids[:max_tokens]
+        is_whole = len(ids) == len(whole_ids)
+        text = reply if is_whole else bytes(ids).decode(errors="replace")
+        finish_reason: FinishReason = "stop" if is_whole else "length"
+        self._finished.append(self._finish(request, prompt_ids, ids, [LOGPROB] * len(ids), text, finish_reason))
+        self._count(generated=len(ids))
+
+    def step(self) -> list[Generated]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def has_unfinished(self) -> bool:
+        return bool(self._finished)
+
+    def _load(self, version: int, path: Path) -> str:
+        if not (path / "adapter_config.json").is_file():
+            raise AdapterError(f"adapter version {version}: no adapter_config.json in {path}")
+        try:
+            return adapter_digest(path)
+        except AdapterError:  # the engine needs no weights, so it accepts files without any
+            return ""
+
+    def _unload(self, version: int) -> None: ...
+
+    def sleep(self) -> None:
+        """Do nothing, because the engine has nothing to release."""
+
+    def wake_up(self) -> None: ...
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:

@@ -251,8 +251,7 @@ class CheckpointSaver:
         """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
         progress, state = self._progress, checkpoint.state
         with checkpoint.understood():
-            progress.updates, progress.version = state["updates"], state["version"]
-            progress.skipped = state["skipped_updates"]
+            progress.updates, progress.skipped = state["updates"], state["skipped_updates"]
             left_out = {name: part.load_state_dict(state[name]) for name, part in self._stateful().items()}
         for text in left_out["scheduler"]:
             self._parts.terminal.say(text)

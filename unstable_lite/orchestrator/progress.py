@@ -32,8 +32,6 @@ LIVE_EVERY_S = 2.0
 class Progress:
     def __init__(self, parts: RunParts) -> None:
         self.updates = 0
-        self.version = 0
-        """Version of the newest adapter: `updates`, plus one if training started from an adapter."""
         self.skipped = 0
         """Number of batches that made no update."""
         self.training_seconds = 0.0
@@ -43,6 +41,11 @@ class Progress:
         self._started = time.monotonic()
         self._games_before = self._tokens_before = 0
         """Number of games played and of tokens generated before training started, or resumed."""
+
+    @property
+    def version(self) -> int:
+        """Version of the newest adapter: `updates`, plus one if training started from an adapter."""
+        return self._parts.registry.current.adapter_version or 0
 
     @property
     def is_over(self) -> bool:
@@ -64,12 +67,6 @@ class Progress:
         yield
         self.training_seconds = time.monotonic() - self._started
         parts.terminal.stop_counting()
-
-    def promote(self, uid: str, version: int) -> None:
-        """Make a synced version the current policy, which games ask for from now on."""
-        self.version = version
-        self._parts.pool.admit(uid, version, self.updates)
-        self._parts.collector.tell_new_checkpoint()
 
     def count_skipped(self, reason: str) -> None:
         """Count a batch of which the learner made no update."""

@@ -24,9 +24,8 @@ class TrainLoop:
     async def run(self) -> None:
         parts = self.parts
         async with asyncio.TaskGroup() as tasks:
-            loops = [supervisor.run for supervisor in parts.supervisors]
-            loops += [parts.adapter_sync.run, parts.pool.run, parts.health.run]
-            background = [tasks.create_task(loop()) for loop in loops]
+            others = parts.adapter_sync, parts.pool, parts.health
+            background = [tasks.create_task(part.run()) for part in (*parts.supervisors, *others)]
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
             if parts.resume_from is None:
@@ -99,7 +98,8 @@ class TrainLoop:
                     tasks.create_task(parts.workers.learner.save_state(version, parts.store))
                 metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
-            self.progress.promote(f"ckpt-{self.progress.updates}", version)
+            parts.pool.admit(f"ckpt-{self.progress.updates}", version, self.progress.updates)
+            parts.collector.tell_new_checkpoint()
         await self.progress.report(batch, updated, metrics)
         return True
 
@@ -113,7 +113,7 @@ class TrainLoop:
             canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:
             canary = await sync_unchanged(parts, version=1)
-            self.progress.promote(INITIAL, version=1)
+            parts.pool.admit(INITIAL, version=1, update=0)
         parts.terminal.say(
             f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"

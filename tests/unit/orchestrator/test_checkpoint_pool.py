@@ -22,8 +22,8 @@ from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import BASE_ORIGIN, AdapterTable, Origin
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig
+from unstable_lite.engines.base import LOGPROB, ScriptedEngine
 from unstable_lite.engines.client import EnginePool
-from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.ratings import Rating
