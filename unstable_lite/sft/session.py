@@ -1,4 +1,4 @@
-"""Steps of `unstable-lite sft`: play, filter pairs, train, save; and the checks before them.
+"""Steps of `unstable-lite sft`: play until there are enough pairs, train, save; and the checks before them.
 
 Loads neither torch nor transformers; the worker trains.
 """
@@ -7,35 +7,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.frozen import find_adapter, is_adapter
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import UnstableError
-from unstable_lite.games.env_pool import opened_env_pool
+from unstable_lite.errors import EnvError, UnstableError, WorkerDied
+from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import templates_for
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, log_file
 from unstable_lite.orchestrator.workers import started_engines, started_fine_tuner, while_alive
 from unstable_lite.planning.placement import place
 from unstable_lite.planning.plan import Plan, checked_config, plan_workers
 from unstable_lite.planning.rules import training_rules
 from unstable_lite.planning.validation import find_worker_problems, frozen_problems, why_not_seated
-from unstable_lite.sft.collect import MAX_GAMES, Collected, adapter_versions, collect_pairs
-from unstable_lite.sft.pairs import PAIRS, read_pairs, write_line
+from unstable_lite.rng import derive_seed, game_seed
+from unstable_lite.rollout.collector import play_all
+from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
+from unstable_lite.sft.pairs import PAIRS, Pair, pairs_of_game, read_pairs, write_line
 from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.messages import FineTuned, FineTuning, Message
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.types import BASE, Generation
+from unstable_lite.types import BASE, ENV_LOST, GameRecord, GameSpec, Generation, ModelRef
 
 HOW = "sft.json"
+MAX_GAMES = 10_000
+"""Most games to play if the filter leaves too few turns."""
 
 
 def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
@@ -208,3 +214,94 @@ async def _train(plan: Plan, logs: Path, terminal: TerminalInterface) -> FineTun
             return await while_alive([process], result)
     finally:
         progress.stop()
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """Results of the games so far."""
+
+    pairs: int = 0
+    games: int = 0
+    void_games: int = 0
+    voids_in_a_row: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of turns that were left out, by reason."""
+
+
+class _Enough(Exception):
+    """Enough pairs are kept."""
+
+
+def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
+    """Return the versions of players on engines: 0 is the base, 1, 2, … are the adapters in order."""
+    adapters = dict.fromkeys(filter(is_adapter, players))
+    versions = {name: number for number, name in enumerate(adapters, start=1)}
+    return versions | ({BASE: 0} if BASE in players else {})
+
+
+async def collect_pairs(
+    config: Config,
+    seats: PlayerFactory,
+    keep: Callable[[Pair], object],
+    show: Callable[[Collected], None],
+    environments: EnvPool | None = None,
+) -> Collected:
+    """Play until `sft.pairs` are kept, `MAX_GAMES` are played, or the budget for opponents is spent.
+
+    Games count in the order of their numbers, not of their ends, so that reproducible players give reproducible pairs.
+    Raises EnvError if games keep failing, WorkerDied if an engine dies.
+    """
+    collected, finished = Collected(), dict[int, GameRecord]()
+    runner = GameRunner(seats, config.run, environments)
+
+    async def play(number: int) -> None:
+        finished[number] = await runner.play(_game(config, number))
+        while (record := finished.pop(collected.games, None)) is not None:
+            for pair in _take(record, collected, config, is_spent=bool(seats.spent)):
+                keep(pair)
+            show(collected)
+            if collected.pairs >= config.sft.pairs:
+                raise _Enough
+
+    numbers = itertools.takewhile(lambda _: not seats.spent, range(MAX_GAMES))
+    try:
+        await play_all(numbers, play, config.run.num_collection_workers)
+    except* _Enough:
+        pass  # the games that were not over are not needed
+    except* (EnvError, WorkerDied) as group:
+        raise group.exceptions[0] from None
+    return collected
+
+
+def _take(record: GameRecord, collected: Collected, config: Config, is_spent: bool) -> list[Pair]:
+    """Count a game and return the pairs of it that are wanted. Raises EnvError if it and those before it failed."""
+    collected.games += 1
+    if record.end == "void":
+        collected.void_games += 1
+        collected.voids_in_a_row += record.reason != ENV_LOST
+        if collected.voids_in_a_row == MAX_VOID_GAMES and not is_spent:
+            raise EnvError(f"{MAX_VOID_GAMES} games in a row failed; the last one: {record.error}")
+        return []
+    collected.voids_in_a_row = 0
+    pairs, left_out = pairs_of_game(record, config.sft)
+    wanted = list(itertools.islice(pairs, config.sft.pairs - collected.pairs))
+    collected.left_out += left_out
+    collected.pairs += len(wanted)
+    return wanted
+
+
+def _game(config: Config, number: int) -> GameSpec:
+    """Return a game: envs alternate, and within an env players alternate at the seats."""
+    env = config.train_envs[number % len(config.train_envs)]
+    first = number // len(config.train_envs)
+    players, versions = config.sft.players, adapter_versions(config.sft.players)
+    names = [players[(first + pid) % len(players)] for pid in range(env.num_players)]
+    models = [
+        ModelRef(uid=name, kind="checkpoint", adapter_version=versions[name])
+        if name in versions
+        else ModelRef(uid=name, kind="fixed", name=name)
+        for name in names
+    ]
+    generating = [pid for pid, name in enumerate(names) if name in versions]
+    seed = game_seed(derive_seed(config.run.seed, "sft"), "train", number)
+    return new_game(env, models, number, "train", seed, trained=generating)

@@ -20,8 +20,8 @@ from unstable_lite.errors import RequestError
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES, format_prompt, templates_for
 from unstable_lite.models import resolve_model
-from unstable_lite.sft.collect import collect_pairs
 from unstable_lite.sft.pairs import Pair
+from unstable_lite.sft.session import collect_pairs
 from unstable_lite.sft.worker import FineTuner
 from unstable_lite.transport.messages import FineTuning, Generate
 from unstable_lite.transport.worker_main import WorkerSpec

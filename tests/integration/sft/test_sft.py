@@ -111,7 +111,7 @@ def test_base_and_adapter_play_and_collect_only_trains_nothing(warm: tuple[Path,
 
 
 def test_filter_that_leaves_nothing_is_refused_with_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unstable_lite.sft.collect.MAX_GAMES", 20)
+    monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 20)
     answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]')
     ended = CliRunner().invoke(app, ["sft", str(write(tmp_path)), *answers, 'sft.filter=["valid"]'])
     assert ended.exit_code == 1

@@ -17,8 +17,8 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import EnvError, OpponentError, RequestError
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
+from unstable_lite.sft.session import Collected, adapter_versions, collect_pairs
 from unstable_lite.types import ENV_LOST, Generation
 
 
@@ -89,7 +89,7 @@ async def test_players_alternate_seats_within_each_env() -> None:
 
 
 async def test_no_more_than_max_games_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unstable_lite.sft.collect.MAX_GAMES", 3)
+    monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 3)
     pairs, collected = await collect(config(pairs=10_000))
     assert collected.games == 3
     assert 0 < len(pairs) < 30
