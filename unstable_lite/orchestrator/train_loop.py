@@ -24,8 +24,8 @@ class TrainLoop:
     async def run(self) -> None:
         parts = self.parts
         async with asyncio.TaskGroup() as tasks:
-            others = parts.adapter_sync, parts.pool, parts.health
-            background = [tasks.create_task(part.run()) for part in (*parts.supervisors, *others)]
+            background = [tasks.create_task(supervisor.run()) for supervisor in parts.supervisors]
+            background += map(tasks.create_task, (parts.adapter_sync.run(), parts.pool.run(), parts.health.run()))
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
             if parts.resume_from is None:
