@@ -35,7 +35,7 @@ LINK = re.compile(r"```.*?```|`[^`]+`|(?<=\]\()(?P<link>[^)\s]+)(?=\))|(?<=src=\
 API = {
     "Python": [f"unstable_lite.{name}" for name in sorted(unstable_lite.__all__, key=str.lower)],
     "Samplers": [f"unstable_lite.league.samplers.{name}" for name in ("env_samplers", "model_samplers")],
-    "Reward transforms": [f"unstable_lite.reward_transformations.{name}" for name in ("final", "step", "sampling")],
+    "Reward transforms": ["unstable_lite.reward_transformations.transforms"],
     "Algorithms": [f"unstable_lite.learner.{name}" for name in ("Learner", "UpdateResult", "losses", "objective")],
     "Opponents": [
         "unstable_lite.games.players.policy.Player",

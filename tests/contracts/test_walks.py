@@ -3,8 +3,8 @@
 python tests/contracts/test_walks.py     # prints the files, with their functions
 
 The turn: from the loop of a game, through player, prompt, engine and env, to the step in the buffer. The adapter: from
-the learner's saved update to the engines, where it is checked, and to the games, to which it is offered. The learner's
-own process is not traced; what carries messages between processes counts in the turn alone.
+the learner's saved update to the engines, which load it and are checked, until games may ask for it. The learner's own
+process is not traced; the files that carry messages between processes count in the turn alone.
 """
 
 from __future__ import annotations
