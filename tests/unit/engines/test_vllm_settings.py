@@ -1,17 +1,31 @@
-"""The settings for vLLM: those that it gets, and the keys that are refused, checked without a GPU or vLLM."""
+"""The settings for vLLM, in process and as servers: those that it gets, and the keys that are refused, without vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes.remote_engine import engine_spec
+from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.engines import vllm
 from unstable_lite.engines.vllm import engine_arguments
-from unstable_lite.engines.vllm_checks import DECIDED, argument_names, vllm_problems
+from unstable_lite.engines.vllm_checks import (
+    DECIDED,
+    argument_names,
+    server_keys,
+    server_problems,
+    server_url,
+    vllm_problems,
+)
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.api_keys import SERVER_KEY
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.planning.validation import find_problems
 
 GIB = 1 << 30
 
@@ -71,32 +85,28 @@ def problems(kind: str = "vllm", devices: tuple[int | str, ...] = (0,), **engine
 
 
 @pytest.mark.parametrize(
-    "given", [{"tensor_parallel": 2}, {"quantization": "fp8_per_tensor"}, {"options": {"swap_space": 1}}]
+    ("kind", "on", "given", "says"),
+    [
+        ("transformers", (0,), {"tensor_parallel": 2}, "engine.tensor_parallel.*'transformers'"),
+        ("transformers", (0,), {"quantization": "fp8_per_tensor"}, "engine.quantization.*'transformers'"),
+        ("transformers", (0,), {"options": {"swap_space": 1}}, "engine.options.*'transformers'"),
+        ("vllm", (0,), {"dtype": "float32"}, "engine.dtype.*'transformers'"),
+        ("vllm", (0, 1, 2), {"tensor_parallel": 2}, "2 GPUs for each engine"),
+        ("vllm", (1, 1), {"tensor_parallel": 2}, "each GPU once"),
+        ("vllm", ("cpu", "cpu"), {"tensor_parallel": 2}, "CPU"),
+        ("vllm", (0,), {"options": {"max_loras": 4}}, "set engine.max_loras"),
+        ("vllm", (0,), {"options": {"logprobs_mode": "raw_logits"}}, "needs its own value"),
+        ("transformers", (0,), {}, None),
+        ("vllm", ("cpu",), {"dtype": "float32"}, None),
+        ("vllm", (0, 1, 2, 3), {"tensor_parallel": 2}, None),
+    ],
 )
-def test_other_engines_refuse_the_keys_of_vllm(given: dict[str, Any]) -> None:
-    (problem,) = problems("transformers", **given)
-    assert f"engine.{next(iter(given))}" in problem and "'transformers'" in problem
-    assert problems("transformers") == []
-
-
-def test_float32_is_refused_on_gpus_only() -> None:
-    (problem,) = problems(dtype="float32")
-    assert "engine.dtype" in problem and "'transformers'" in problem
-    assert problems(dtype="float32", devices=("cpu",)) == []
-
-
-@pytest.mark.parametrize(
-    ("devices", "named"), [((0, 1, 2), "2 GPUs for each engine"), ((1, 1), "each GPU once"), (("cpu", "cpu"), "CPU")]
-)
-def test_engines_that_cannot_divide_a_model_are_refused(devices: tuple[int | str, ...], named: str) -> None:
-    (problem,) = problems(tensor_parallel=2, devices=devices)
-    assert named in problem
-    assert problems(tensor_parallel=2, devices=(0, 1, 2, 3)) == []
-
-
-def test_options_that_a_key_decides_are_refused_with_that_key() -> None:
-    assert "set engine.max_loras" in problems(options={"max_loras": 4})[0]
-    assert "needs its own value" in problems(options={"logprobs_mode": "raw_logits"})[0]
+def test_unusable_keys_are_refused_by_name(
+    kind: str, on: tuple[int | str, ...], given: dict[str, Any], says: str | None
+) -> None:
+    found = problems(kind, on, **given)
+    assert bool(found) == (says is not None)
+    assert not says or re.search(says, found[0]), found
 
 
 @pytest.mark.vllm
@@ -113,3 +123,70 @@ def test_names_of_the_options_are_read_from_vllms_source() -> None:
     from vllm import EngineArgs
 
     assert set(argument_names()) == {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+URLS = ("http://gpu-1:8000", "http://gpu-2:8000/v1")
+
+
+def problems_of_servers(**engine: Any) -> list[str]:
+    return list(server_problems(EngineConfig(**engine)))
+
+
+def test_urls_may_end_in_v1() -> None:
+    assert [server_url(url) for url in URLS] == ["http://gpu-1:8000", "http://gpu-2:8000"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({}, "engine.urls is empty"),
+        ({"urls": ("gpu-1:8000",)}, "engine.urls.0"),
+        ({"urls": ("http://key@gpu-1:8000",)}, "VLLM_API_KEY"),
+        ({"urls": ("http://a:1", "http://a:1/v1/")}, "http://a:1"),
+        ({"urls": URLS, "devices": (0,)}, "engine.devices = [0]"),
+        ({"urls": URLS, "adapter_folder": None}, "engine.adapter_folder"),
+        ({"urls": URLS, "adapter_folder": Path("relative")}, "absolute path"),
+        ({"urls": URLS, "adapter_folder": Path("/nonexistent/adapters")}, "/nonexistent/adapters"),
+        ({"urls": URLS, "adapter_folder": Path("/" + "x" * 5000)}, "x" * 5000),
+        ({"urls": URLS, "adapter_folder": Path("/x\0y")}, "writable directory"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_unusable_server_config_is_reported(tmp_path: Path, engine: dict[str, Any], says: str) -> None:
+    problems = problems_of_servers(**({"kind": "vllm-server", "adapter_folder": tmp_path} | engine))
+    assert any(says in problem for problem in problems), problems
+
+
+def test_server_keys_are_refused_for_other_engines(tmp_path: Path) -> None:
+    problems = problems_of_servers(kind="vllm", urls=URLS, adapter_folder=tmp_path)
+    assert len(problems) == 2 and all("engine.kind = 'vllm-server'" in problem for problem in problems)
+    assert problems_of_servers(kind="vllm") == []
+
+
+def config_of(**engine: Any) -> Config:
+    return Config.model_validate(
+        {
+            "engine": {"kind": "vllm-server"} | engine,
+            "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+        }
+    )
+
+
+def test_check_finds_problems_and_describes_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.urls is empty"):
+        make_plan(config_of(adapter_folder=tmp_path))
+    config = config_of(urls=URLS, adapter_folder=tmp_path)
+    assert find_problems(config) == []
+    plan = make_plan(config)
+    rows = dict(plan.describe())
+    assert (rows["engine-0"], rows["engine-1"]) == tuple(f"vllm-server on {url}" for url in URLS)
+    assert str(tmp_path) in rows["adapters to the servers"]
+    assert "engine memory" in rows
+    assert rows["learner"].startswith("reinforce on ")
+    assert plan.engine_devices == URLS
+
+
+def test_only_configured_server_keys_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVER_KEY, "k")
+    monkeypatch.setenv("OPENAI_API_KEY", "another's")
+    assert server_keys() == {SERVER_KEY: "k"}

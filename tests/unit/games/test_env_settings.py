@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from textarena.envs.Nim.env import NimEnv
 from textarena.envs.registration import ENV_REGISTRY, register
 
+from fakes.game_records import BASE, make_generation
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
@@ -28,9 +28,8 @@ from unstable_lite.planning.validation import find_engine_problems
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import Tally
-from unstable_lite.types import Generation, ModelRef, Observation, Reply, Sampling
+from unstable_lite.types import Generation, Observation, Reply, Sampling
 
-BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
 
 
@@ -221,10 +220,7 @@ async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowan
 
 
 async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
-    ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    return Generation(
-        prompt_ids=ids, completion_ids=ids, logprobs=logprobs, text="nonsense", finish_reason="stop", adapter_version=0
-    )
+    return make_generation([0], text="nonsense")
 
 
 def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:

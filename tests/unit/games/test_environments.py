@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, probe
@@ -256,3 +258,11 @@ def test_board_is_refused_if_no_board_shows_the_state(
     assert says in str(probe(env_id, 2, "board").problem)
     entry = {"env_id": env_id, "num_players": 2, "num_actors": 2, "observation": "board"}
     assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))
+
+
+def test_pattern_that_no_env_id_contains_is_refused_with_a_similar_one() -> None:
+    refused = CliRunner().invoke(app, ["envs", "Nimm"])
+    assert refused.exit_code == 1
+    assert refused.output == "error: no env id contains 'Nimm'; did you mean 'Nim'?\n"
+    listed = CliRunner().invoke(app, ["envs", "Nim-v0"])
+    assert listed.exit_code == 0 and "scripted:optimal" in listed.output

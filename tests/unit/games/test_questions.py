@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fakes.game_records import BASE, make_generation
 from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
@@ -23,9 +23,8 @@ from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import summarise_evaluation
 from unstable_lite.tracking.intervals import wilson_interval
-from unstable_lite.types import GameRecord, Generation, ModelRef
+from unstable_lite.types import GameRecord, Generation
 
-BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 SUMS = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(5)]
 
 
@@ -178,10 +177,7 @@ async def ask(
     """Play one game in which the policy generates `text`."""
 
     async def generate(*_: Any, **__: Any) -> Generation:
-        ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return Generation(
-            prompt_ids=ids, completion_ids=ids, logprobs=logprobs, text=text, finish_reason="stop", adapter_version=0
-        )
+        return make_generation([0], text=text)
 
     record = new_record(new_game(env, [BASE], seed // 2, "eval", seed))
     player = PolicyPlayer(generate, template, record.spec.agent_specs[0], 1)

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
+from fakes.chat_configs import chat_config
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.run_prompts import FILE, recorded_prompts
 from unstable_lite.games.templates import Template, templates_for
 
 MINE = {"chat": True, "system": "Be brief.", "user": "See {observation}", "assistant": "So:", "stop": ["###"]}
-
-
-def config_with(**changes: Any) -> Config:
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "mine"}
-    return Config.model_validate({"train_envs": [env], "templates": {"mine": MINE | changes}})
 
 
 def facts(date: str) -> dict[str, Any]:
@@ -31,7 +27,7 @@ def template_of(config: Config, prompts: dict[str, Any]) -> Template:
 
 
 def test_prompts_of_the_first_start_outlive_the_day(tmp_path: Path) -> None:
-    config = config_with()
+    config = chat_config("mine", MINE)
     first = template_of(config, recorded_prompts(config, facts("Monday"), tmp_path, is_own=True))
     for is_own in (False, True):
         later = template_of(config, recorded_prompts(config, facts("Tuesday"), tmp_path, is_own))
@@ -42,7 +38,7 @@ def test_prompts_of_the_first_start_outlive_the_day(tmp_path: Path) -> None:
 
 
 def test_only_the_run_itself_writes_its_templates(tmp_path: Path) -> None:
-    config = config_with()
+    config = chat_config("mine", MINE)
     assert recorded_prompts(config, facts("Monday"), tmp_path)["chats"] == facts("Monday")["chats"]
     assert recorded_prompts(config, facts("Monday"), None) == facts("Monday")
     assert not [*tmp_path.iterdir()], "a run of an earlier version stays as it is"
@@ -53,16 +49,17 @@ def test_only_the_run_itself_writes_its_templates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"user": "Look: {observation}"}, {"system": "Be long."}, {"thinking": False}])
 def test_changed_messages_are_laid_out_and_recorded_again(tmp_path: Path, changes: dict[str, Any]) -> None:
-    recorded_prompts(config_with(), facts("Monday"), tmp_path, is_own=True)
+    recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path, is_own=True)
     for date in ("Tuesday", "Wednesday"):
         made = template_of(
-            config_with(**changes), recorded_prompts(config_with(**changes), facts(date), tmp_path, True)
+            chat_config("mine", MINE | changes),
+            recorded_prompts(chat_config("mine", MINE | changes), facts(date), tmp_path, True),
         )
         assert made.text.startswith("Tuesday")
 
 
 def test_templates_of_another_person_are_text_and_no_program(tmp_path: Path) -> None:
-    config, text = config_with(), "{{ 7 * 7 }}{% include 'x' %}{observation}{0.__class__}%s${HOME}{game}"
+    config, text = chat_config("mine", MINE), "{{ 7 * 7 }}{% include 'x' %}{observation}{0.__class__}%s${HOME}{game}"
     recorded_prompts(config, {"chats": {"mine": [text, []]}}, tmp_path, is_own=True)
     made = template_of(config, recorded_prompts(config, facts("Monday"), tmp_path))
     prompt = made.prompt("{observation}{{ 1 }}", 1)
@@ -84,9 +81,9 @@ def test_damaged_file_of_templates_is_an_error_with_its_path(tmp_path: Path, con
     text = content if isinstance(content, bytes) else json.dumps({"mine": LAYOUT | content}).encode()
     (tmp_path / FILE).write_bytes(text)
     with pytest.raises(ConfigError, match=rf"{tmp_path / FILE} is damaged: .* Remove it"):
-        recorded_prompts(config_with(), facts("Monday"), tmp_path)
+        recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path)
 
 
 def test_templates_that_cannot_be_written_are_an_error_with_the_path(tmp_path: Path) -> None:
     with pytest.raises(UnstableError, match=f"cannot write {tmp_path / 'gone' / FILE}: No such file"):
-        recorded_prompts(config_with(), facts("Monday"), tmp_path / "gone", is_own=True)
+        recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path / "gone", is_own=True)

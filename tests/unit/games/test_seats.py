@@ -7,12 +7,13 @@ from statistics import fmean
 
 import pytest
 
+from fakes.game_records import make_spec
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.factory import BLIND, SCRIPTED_PLAYERS, PlayerFactory, is_remote, opponent_problem
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import AgentSpec, GameSpec, ModelRef, Reply
+from unstable_lite.types import GameSpec, ModelRef, Reply
 
 LOOKING_PLAYERS = [name for name in SCRIPTED_PLAYERS if not name.startswith(BLIND) and name != "scripted:cfr"]
 OBSERVATION = Environment("TicTacToe-v0-train", 2, 0).observe()[1]
@@ -50,13 +51,7 @@ def problem(name: str, env_id: str = "TicTacToe-v0-train") -> str | None:
 
 
 def game_between(*names: str, env_id: str, seed: int) -> GameSpec:
-    agents = tuple(
-        AgentSpec(
-            pid=pid, model=fixed(name), collect_data=False, prompt_template="tiny", action_extraction_fn="default"
-        )
-        for pid, name in enumerate(names)
-    )
-    return GameSpec(game_idx=0, kind="train", env_id=env_id, num_players=2, seed=seed, agent_specs=agents, max_turns=99)
+    return make_spec(*map(fixed, names), env_id=env_id, seed=seed, max_turns=99)
 
 
 async def no_engine(*_: object) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
+from fakes.game_records import BASE, make_generation
 from unstable_lite.games.answers import (
     KNOWN_TAGS,
     THINK,
@@ -17,7 +17,7 @@ from unstable_lite.games.answers import (
 )
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.types import AgentSpec, Generation, ModelRef
+from unstable_lite.types import AgentSpec
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,9 @@ def played(template, text, extraction="default"):
     """Return the action and whether the format is right, as a policy plays an answer."""
 
     async def generate(prompt, version, stop, seed):
-        ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return Generation(
-            prompt_ids=ids, completion_ids=ids, logprobs=logprobs, text=text, finish_reason="length", adapter_version=0
-        )
+        return make_generation([0], text=text, finish_reason="length")
 
-    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    agent = AgentSpec(pid=0, model=model, collect_data=True, prompt_template="own", action_extraction_fn=extraction)
+    agent = AgentSpec(pid=0, model=BASE, collect_data=True, prompt_template="own", action_extraction_fn=extraction)
     reply = asyncio.run(PolicyPlayer(generate, template, agent, 2).act("o <think>"))
     assert reply.text == text, "the record holds what was sampled"
     return reply.action, reply.format_ok

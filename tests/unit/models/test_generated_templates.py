@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.chat_configs import ASKED, CHATML, TURNS, chat_config, template_of
 from fakes.odd_tokenizers import END, make_odd_tokenizer
-from unstable_lite.config import Config
 from unstable_lite.errors import ModelError
 from unstable_lite.games.answers import END_OF_THINKING
-from unstable_lite.games.templates import AS_IS, TEMPLATES, ChatTemplate, chats_in_use, templates_for, without_markup
+from unstable_lite.games.templates import AS_IS, TEMPLATES, ChatTemplate, chats_in_use, without_markup
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.tokenization import Tokenizer
 
-TURNS = ["<|im_start|>", "<|im_end|>"]
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 SYSTEM_ROLES = {
     "shown": "",
     "dropped": "{% if m.role != 'system' %}",
@@ -29,11 +25,6 @@ SYSTEM_ROLES = {
 }
 NAMES = [("<s>", "<s>"), ("[gMASK]<sop>", "[gMASK] <sop>"), ("", "")]
 """Prefix as a chat template writes it and as a post-processor names it."""
-
-
-def config_with(**own: Any) -> Config:
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "mine"}
-    return Config.model_validate({"train_envs": [env], "templates": {"mine": {"chat": True, **own}}})
 
 
 def own_ids(path: str, system: str, user: str, thinking: bool = True) -> list[int]:
@@ -81,8 +72,8 @@ def test_generated_conversation_has_the_tokens_that_transformers_makes(data: st.
             **({"bos_token": "<s>"} if draw(st.booleans(), "the tokenizer names a BOS") else {}),
         )
         tokenizer = Tokenizer(path)
-        config = config_with(system=system, user=user, thinking=thinking)
-        template = templates_for(config, tokenizer.prompts(chats_in_use(config)))["mine"]
+        config = chat_config(mine={"chat": True, "system": system, "user": user, "thinking": thinking})
+        template = template_of(tokenizer, config)
         for observation in draw(st.lists(texts, min_size=1, max_size=3)):
             sent = user.replace("{observation}", without_markup(observation))
             game = ChatTemplate("", "{game}{observation}").message("", 2)
@@ -107,7 +98,7 @@ def test_chat_template_that_changes_a_text_is_refused_with_both_ids(tmp_path: Pa
     with pytest.raises(
         ModelError, match=r"changes the text of prompt_template 'mine'.*tokens \[258, .*own are \[258, "
     ):
-        tokenizer.prompts(chats_in_use(config_with(user="See {observation}")))
+        tokenizer.prompts(chats_in_use(chat_config(mine={"chat": True, "user": "See {observation}"})))
 
 
 @pytest.mark.parametrize("header", ["<|im_start|>assistant\n", "<|assistant|>"])
@@ -116,16 +107,16 @@ def test_template_without_generation_prompt_is_refused_with_the_header(tmp_path:
     chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template))
     with pytest.raises(ModelError, match=r"writes '<.*assistant.*' before an answer.*Set assistant to this text"):
-        tokenizer.prompts(chats_in_use(config_with(user="{observation}")))
-    config = config_with(user="{observation}", assistant=header)
-    template = templates_for(config, tokenizer.prompts(chats_in_use(config)))["mine"]
+        tokenizer.prompts(chats_in_use(chat_config(mine={"chat": True, "user": "{observation}"})))
+    config = chat_config(mine={"chat": True, "user": "{observation}", "assistant": header})
+    template = template_of(tokenizer, config)
     assert template.prompt("o", 2) == f"<|im_start|>user\no<|im_end|>\n{header}"
 
 
 def test_mark_of_a_prompt_without_prefix_cannot_come_from_an_opponent(tmp_path: Path) -> None:
     path = make_odd_tokenizer(tmp_path, special=[*TURNS, "<s>"], around=(["<s>"], []), chat_template=CHATML + ASKED)
-    tokenizer, config = Tokenizer(path), config_with(user="{observation}")
-    template = templates_for(config, tokenizer.prompts(chats_in_use(config)))["mine"]
+    tokenizer, config = Tokenizer(path), chat_config(mine={"chat": True, "user": "{observation}"})
+    template = template_of(tokenizer, config)
     assert template.text.startswith(AS_IS + "<|im_start|>user")
     assert tokenizer.encode(template.prompt("o", 2)).tolist()[0] == tokenizer._fast.token_to_id("<|im_start|>")
     assert tokenizer.encode(TEMPLATES["tiny"].prompt(AS_IS, 2)).tolist().count(tokenizer._fast.token_to_id("<s>")) == 1
@@ -176,4 +167,4 @@ def test_damaged_tokenizer_is_a_model_error_with_its_path(tmp_path: Path, file: 
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=CHATML + ASKED)
     (tmp_path / file).write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):
-        Tokenizer(path).prompts(chats_in_use(config_with(user="{observation}")))
+        Tokenizer(path).prompts(chats_in_use(chat_config(mine={"chat": True, "user": "{observation}"})))

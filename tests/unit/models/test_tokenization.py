@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
+from fakes.chat_configs import ASKED, CHATML, TURNS, chat_config, template_of
 from fakes.odd_tokenizers import END, make_odd_tokenizer
 from fakes.random_models import make_model, make_tokenizer
-from unstable_lite.config import Config
 from unstable_lite.games.answers import find_extraction
 from unstable_lite.games.templates import chats_in_use, own_tags, templates_for
 from unstable_lite.models.local_tokenizer import IncrementalDetokenizer
@@ -78,9 +78,6 @@ def test_stop_string_is_found_after_invalid_bytes() -> None:
     assert watch.text == "aé\ufffd["
 
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TURNS = ["<|im_start|>", "<|im_end|>"]
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
     "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -104,9 +101,7 @@ def test_special_tokens_that_mark_a_thought_stay_in_the_text(
 ) -> None:
     path = make_odd_tokenizer(tmp_path, special=[*TURNS, *special], chat_template=chat_template)
     tokenizer = Tokenizer(path)
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "mine"}
-    mine = {"chat": True, "user": "{observation}"} | own
-    config = Config.model_validate({"train_envs": [env], "templates": {"mine": mine}})
+    config = chat_config("mine", {"chat": True} | own)
     prompts = tokenizer.prompts(chats_in_use(config), own_tags(config))
     template = templates_for(config, prompts)["mine"]
     read = find_extraction("default", template.tags)
@@ -126,16 +121,12 @@ def test_special_tokens_that_mark_a_thought_stay_in_the_text(
 def test_end_of_a_channel_does_not_end_the_answer(tmp_path: Path) -> None:
     special = [*CHANNELS[:3], "<|call|>"]
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=special, chat_template=HARMONY))
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "chat"}
-    config = Config.model_validate({"train_envs": [env]})
-    assert templates_for(config, tokenizer.prompts(chats_in_use(config)))["chat"].stop == ()
+    assert template_of(tokenizer, chat_config("chat")).stop == ()
 
 
 def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, plain=TURNS, chat_template=CHATML + ASKED))
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "chat"}
-    config = Config.model_validate({"train_envs": [env]})
-    template = templates_for(config, tokenizer.prompts(chats_in_use(config)))["chat"]
+    template = template_of(tokenizer, chat_config("chat"))
     assert template.stop == ("<|im_end|>",)
     watch = tokenizer.watch(template.stop)
     assert watch is not None and any(map(watch.is_stopped_by, tokenizer.encode("so<|im_end|>").tolist()))
@@ -144,8 +135,7 @@ def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path: Path)
 
 def test_thought_that_a_template_opens_itself_ends_by_its_own_tags(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=["[THINK]", "[/THINK]"]))
-    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "default-think"}
-    templates = templates_for(Config.model_validate({"train_envs": [env]}), tokenizer.prompts([]))
+    templates = templates_for(chat_config("default-think"), tokenizer.prompts([]))
     assert templates["default-think"].tags == ("<think>", "</think>")
     assert templates["default-think"].opened_thinking == "<think>"
     assert templates["default"].tags == ("[THINK]", "[/THINK]")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import unstable_lite as unstable
+from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import LEARNERS, load_learner
@@ -149,3 +152,34 @@ def test_class_that_no_worker_can_import_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"algorithm: workers import .*<locals>\.Local by its name; define it"):
         config_of(Local)
+
+
+ROOT = Path(__file__).parents[3]
+MODULE = """
+class Whole:
+    def __init__(self, config, device, weight: float = 1.0): ...
+    def update(self, items, version): ...
+
+class Empty:
+    def __init__(self, config, device): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("learner", "options", "said"),
+    [
+        ("Whole", "learner.options={ weight = 0.5 }", "quickstart.toml can run"),
+        ("Whole", "learner.options={ wieght = 0.5 }", "unknown keyword 'wieght'; did you mean 'weight'?"),
+        ("Empty", "learner.options={}", "the class Empty has no update"),
+        ("Missing", "learner.options={}", "has no 'Missing'"),
+    ],
+)
+def test_custom_algorithm_is_checked(tmp_path, monkeypatch, learner, options, said):
+    name = f"algorithm_{uuid.uuid4().hex}"  # another module for each case, because Python keeps the first
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = str(ROOT / "examples" / "quickstart.toml")
+    result = CliRunner().invoke(app, ["check", config, f"algorithm={name}:{learner}", options])
+    assert said in " ".join(result.output.split())
+    assert (result.exit_code == 0) == ("can run" in said)
+    assert "learning_rate" not in result.output

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fakes.group_games import KUHN, group_config, played, scheduler_of
 from fakes.random_policy import RandomPolicy
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
@@ -20,58 +21,30 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report.games import read_games
 from unstable_lite.errors import EnvError
 from unstable_lite.files import to_line
-from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.openspiel.game import load_game
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.league.branch_points import BranchPoints, digest_of
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.orchestrator.wiring import make_buffer, make_scheduler
-from unstable_lite.planning.defaults import resolve_defaults
+from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.rules import branching_rules
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.plugins import lasting
 from unstable_lite.rollout.buffer import StepBuffer
-from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record, run_game
+from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record
 from unstable_lite.tracking.records import record_to_json
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec, Generation, PastTurn, Turn
 
-KUHN = "openspiel:kuhn_poker"
 NIM = "Nim-v0-train"
 PIG = "openspiel:pig(winscore=10,diceoutcomes=6)"
 RESTLESS = "fakes.restless_nim:RestlessNim-v0"
 
 
 def config(env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, **branching: Any) -> Config:
-    return resolve_defaults(
-        Config.model_validate(
-            {
-                "algorithm": "rloo",
-                "run": {"group_size": group_size},
-                "rewards": {"step_reward_transformation": []},
-                "buffer": {"buffer_size": 10**6},
-                "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
-                "branching": {"share": 0.9} | branching,
-                "train_envs": [
-                    {"env_id": env_id, "num_players": 2, "num_actors": num_actors, "prompt_template": "tiny"}
-                ],
-            }
-        )
-    )
-
-
-def scheduler_of(of: Config) -> GameScheduler:
-    scheduler = make_scheduler(of)
-    scheduler.registry.add_policy("ckpt-1", 1, 1)
-    return scheduler
-
-
-async def played(spec: GameSpec, factory: PlayerFactory, max_action_chars: int = 100) -> GameRecord:
-    record, environment = new_record(spec), start_environment(spec.env_id, 2, spec.seed)
-    await run_game(record, environment, factory.players(spec), max_action_chars)
-    return record
+    sections = {"algorithm": "rloo", "branching": {"share": 0.9} | branching}
+    return group_config(group_size, {"env_id": env_id, "num_actors": num_actors}, {}, **sections)
 
 
 async def play(of: Config, groups: int, seed: int = 1) -> tuple[list[list[GameRecord]], GameScheduler]:

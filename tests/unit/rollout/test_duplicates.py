@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import defaultdict
 from statistics import fmean, pvariance, stdev
 
 import pytest
 
+from fakes.group_games import KUHN, group_config, played, scheduler_of
 from fakes.random_policy import RandomPolicy
 from unstable_lite.config import Config
-from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.reward_transformations.group import SeatReward, across_seats, leave_one_out
 from unstable_lite.rollout.buffer import StepBuffer
-from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import GameRecord, Step
 
-KUHN = "openspiel:kuhn_poker"
 OF_CARDS = 1.0 / 2.109375
 """Share of the variance of the reward that the cards decide if both players of Kuhn poker are random, from its tree."""
 OF_SEAT = 0.63
@@ -32,39 +26,11 @@ stream follows from the game's seed and its seat (measured over 8,000 games)."""
 
 
 def config(group_size: int, **env: object) -> Config:
-    return resolve_defaults(
-        Config.model_validate(
-            {
-                "run": {"group_size": group_size},
-                "rewards": {"group_baseline": "duplicate", "step_reward_transformation": []},
-                "buffer": {"buffer_size": 10**6},
-                "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
-                "train_envs": [
-                    {"env_id": KUHN, "num_players": 2, "num_actors": 1, "prompt_template": "tiny", "reward_scale": 1.0}
-                    | env
-                ],
-            }
-        )
-    )
-
-
-def scheduler_of(of: Config) -> GameScheduler:
-    registry = ModelRegistry()
-    registry.add_policy("ckpt-1", 1, 1)
-    sampler = build_model_sampler(of, registry, random.Random(0))
-    return GameScheduler(
-        sampler, build_env_sampler(of), of.run.seed, of.run.group_size, rotates_groups=of.plays_duplicates
-    )
+    return group_config(group_size, {"reward_scale": 1.0} | env, {"group_baseline": "duplicate"})
 
 
 async def play(scheduler: GameScheduler, factory: PlayerFactory, groups: int) -> list[GameRecord]:
-    records = []
-    for _ in range(groups):
-        for spec in scheduler.next_train_group():
-            record, env = new_record(spec), start_environment(spec.env_id, 2, spec.seed, reward_scale=spec.reward_scale)
-            await run_game(record, env, factory.players(spec), 100)
-            records.append(record)
-    return records
+    return [await played(spec, factory) for _ in range(groups) for spec in scheduler.next_train_group()]
 
 
 async def compared(group_size: int, groups: int) -> list[Step]:

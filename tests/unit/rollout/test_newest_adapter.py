@@ -135,21 +135,18 @@ async def test_turn_holds_its_adapter_while_it_waits_for_an_engine_and_no_longer
     assert not league.is_loaded(1)
 
 
-async def test_failed_turn_gives_its_adapter_back(league: Turns) -> None:
-    await league.start()
-    league.publish(2)
-    league.engine.error = RuntimeError("the engine refused")
-    await league.engine.answer_one()
-    assert league.records[0].end == "void"
-    assert not league.is_loaded(1)
-
-
-async def test_cancelled_turn_gives_its_adapter_back(league: Turns) -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_failed_or_cancelled_turn_gives_its_adapter_back(league: Turns, is_cancelled: bool) -> None:
     await league.start()
     league.publish(2)
     assert league.is_loaded(1)
-    await league.cancel()
-    assert not any(adapter.leases for adapter in league.table.adapters.values())
+    if is_cancelled:
+        await league.cancel()
+        assert not any(adapter.leases for adapter in league.table.adapters.values())
+    else:
+        league.engine.error = RuntimeError("the engine refused")
+        await league.engine.answer_one()
+        assert league.records[0].end == "void"
     assert not league.is_loaded(1)
 
 
