@@ -16,7 +16,9 @@ from fakes.sync_runs import SYNC, THINKING, assert_equal, write_thinking
 @pytest.mark.parametrize(
     ("checkpoint_every", "reached", "signum", "resumed_from"),
     [
-        pytest.param(3, "update 4", signal.SIGKILL, 3, id="killed between two checkpoints"),
+        pytest.param(
+            *(3, "update 4", signal.SIGKILL, 3), id="killed between two checkpoints", marks=pytest.mark.nightly
+        ),
         pytest.param(
             *(2, "update 5", signal.SIGKILL, 4),
             id="killed after an evaluation that a checkpoint was beside",
@@ -64,17 +66,21 @@ DUPLICATES = (
     "run.checkpoint_every=2",
     "run.eval_games=4",
     "run.group_size=4",
+    "learner.batch_size=60",
     "rewards.group_baseline=duplicate",
     "league.opponent_sampling_strategy={ lagged = 0.3, fixed = 0.7 }",
 )
 
 
 def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
-    """Check that a run that is killed after three updates and resumed equals a whole one; return its directory."""
+    """Check that a run that is killed after three updates and resumed equals a whole one; return its directory.
+
+    Engine and learner are those without torch: the claim is about games, samplers and groups.
+    """
     directories = []
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
-        process = runs.start("run", runs.write_small(tmp_path / name), *options)
+        process = runs.start_torchless("run", runs.write_small(tmp_path / name), *runs.PLAYS_NIM, *options)
         if name == "broken":
             runs.wait_for(lambda: runs.num_updates(tmp_path / "broken") >= 3)
             process.send_signal(signal.SIGKILL)
@@ -82,7 +88,7 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
         assert name == "broken" or code == 0, out + err
         directories.append(runs.run_directory(tmp_path / name))
     whole, broken = directories
-    code, out, err = runs.run("run", "--resume", broken)
+    code, out, err = runs.run_torchless("run", "--resume", broken)
     assert code == 0, out + err
     assert re.search(r"\bafter update 2\b", out)
     assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
@@ -107,7 +113,6 @@ def test_resumed_sync_run_plays_the_same_branches(tmp_path: Path) -> None:
     assert sum("branch_turn" in game for game in games) > 8
 
 
-@pytest.mark.nightly
 def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
     broken = whole_and_resumed(tmp_path, DUPLICATES)
     seats: dict[tuple[int, str], list[int]] = {}

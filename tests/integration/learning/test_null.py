@@ -151,7 +151,7 @@ async def test_kl_penalty_still_acts_if_all_results_are_equal(tmp_path, algorith
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(name, marks=pytest.mark.nightly if name in ("ppo", "a2c") else ()) for name in ALGORITHMS],
+    [pytest.param(name, marks=() if name == "reinforce" else pytest.mark.nightly) for name in ALGORITHMS],
 )
 async def test_random_rewards_move_the_policy_little_and_without_direction(tmp_path_factory, algorithm):
     """True rewards at this learning rate do not reach their largest KL, ln 2, within the updates.

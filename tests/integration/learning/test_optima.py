@@ -276,7 +276,11 @@ BREAKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("what", "algorithm"),
-    [(what, algorithm) for what, (_, algorithms, _) in BREAKS.items() for algorithm in algorithms],
+    [
+        pytest.param(what, algorithm, marks=() if name == "bandit" else pytest.mark.nightly)
+        for what, (name, algorithms, _) in BREAKS.items()
+        for algorithm in algorithms
+    ],
 )
 def test_broken_algorithm_stays_away_from_the_optimum(base_models, what, algorithm):
     name, _, arguments = BREAKS[what]

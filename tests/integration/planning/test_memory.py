@@ -46,7 +46,7 @@ def config_of(directory: Path, **learner: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.nightly), "float32"])
 @pytest.mark.parametrize("is_checkpointed", [True, False])
 @pytest.mark.parametrize(
     ("shape", "layers", "vocab_size"), [(WIDE, 3, 400), (DEEP, 8, 400), (DEEP, 2, 30_000)], ids=["wide", "deep", "head"]
