@@ -59,7 +59,8 @@ def make_config(model_path: Path) -> MakeConfig:
                 "model_name": str(model_path),
                 "algorithm": algorithm,
                 "engine": {"temperature": 0.7, "max_generation_len": 16} | sections.get("engine", {}),
-                "learner": {"dtype": "float32", "learning_rate": 1e-3} | sections.get("learner", {}),
+                "learner": {"dtype": "float32", "learning_rate": 1e-3, "activation_checkpointing": False}
+                | sections.get("learner", {}),
                 "lora": {"lora_rank": 4, "lora_alpha": 8} | sections.get("lora", {}),
                 "run": sections.get("run", {}),
                 "buffer": sections.get("buffer", {}),

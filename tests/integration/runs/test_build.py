@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import unstable_lite as unstable
-from fakes import runs
+from fakes import numpy_learner, runs
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.environments import env_arguments
@@ -30,6 +30,13 @@ def small(tmp_path: Path, **keywords: Any) -> unstable.Run:
         run={"output_dir": str(tmp_path)},
         **keywords,
     )
+
+
+@pytest.fixture
+def torchless(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the test's runs use the learner without torch, and return the keywords of an engine without it."""
+    numpy_learner.use(monkeypatch)
+    return {"engine": {"kind": "scripted"}, "learner": {"canary_tolerance": 10.0}}
 
 
 def test_keywords_set_the_same_keys_as_a_toml(tmp_path: Path) -> None:
@@ -68,8 +75,8 @@ def test_impossible_config_is_refused_by_build(keywords: dict[str, Any], says: s
 
 
 @pytest.mark.nightly
-def test_background_run_can_be_stopped_and_awaited(tmp_path: Path) -> None:
-    run = small(tmp_path)
+def test_background_run_can_be_stopped_and_awaited(tmp_path: Path, torchless: dict[str, Any]) -> None:
+    run = small(tmp_path, **torchless)
     assert run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False) is None
     deadline = time.monotonic() + 120
     while not any(tmp_path.glob("*/*/metrics.jsonl")) or time.monotonic() > deadline:
@@ -87,8 +94,8 @@ def test_background_run_can_be_stopped_and_awaited(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_run_can_be_stopped_before_start_up_and_after_its_end(tmp_path: Path) -> None:
-    run = small(tmp_path)
+def test_run_can_be_stopped_before_start_up_and_after_its_end(tmp_path: Path, torchless: dict[str, Any]) -> None:
+    run = small(tmp_path, **torchless)
     run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False)
     run.stop()
     assert run.wait().updates == 0
@@ -96,8 +103,8 @@ def test_run_can_be_stopped_before_start_up_and_after_its_end(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_run_is_started_only_once(tmp_path: Path) -> None:
-    run = small(tmp_path)
+def test_run_is_started_only_once(tmp_path: Path, torchless: dict[str, Any]) -> None:
+    run = small(tmp_path, **torchless)
     run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0)
     with pytest.raises(ConfigError, match="started"):
         run.start(learning_steps=2)
@@ -129,8 +136,8 @@ def test_error_of_a_background_run_is_raised_by_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-async def test_run_inside_an_event_loop_requires_block_false(tmp_path: Path) -> None:
-    run = small(tmp_path)
+async def test_run_inside_an_event_loop_requires_block_false(tmp_path: Path, torchless: dict[str, Any]) -> None:
+    run = small(tmp_path, **torchless)
     with pytest.raises(ConfigError, match=r"event loop.*start\(block=False\)"):
         run.start(learning_steps=1)
     run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0, block=False)

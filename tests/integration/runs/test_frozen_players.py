@@ -80,14 +80,12 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     assert {path.name for path in (directory / "opponents").iterdir()} == set(map(slug, names[:-1]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
         ("ServesBaseForFrozenPlayers", r"engine-0 does not compute like .*run:\S+/(best|newest).*served the base"),
-        pytest.param(
-            *("ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
-            marks=pytest.mark.nightly,
-        ),
+        ("ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
     ],
 )
 def test_engine_that_serves_other_weights_for_a_frozen_player_ends_the_run(

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fakes import runs
+from unstable_lite.cli.app import app
 from unstable_lite.files import read_part
 from unstable_lite.games.run_prompts import FILE
 from unstable_lite.models import BUILTIN, chat_template
@@ -30,7 +32,7 @@ def test_recorded_templates_are_used_by_every_later_command(tmp_path: Path) -> N
     (model / "chat_template.jinja").write_text(dated)
     path = runs.write_small(tmp_path)
     path.write_text(path.read_text().replace('"builtin:tiny"', f'"{model}"').replace('"tiny"', '"chat"'))
-    code, out, err = runs.run("run", path, *SHORT)
+    code, out, err = runs.run_torchless("run", path, *SHORT)
     assert code == 0, out + err
     assert "warning: prompt_template 'chat': the chat template of" in out
     run = runs.run_directory(tmp_path)
@@ -39,7 +41,7 @@ def test_recorded_templates_are_used_by_every_later_command(tmp_path: Path) -> N
     year = next(iter(read_part(train_files(run)[1])))["obs"][:4]
     assert f'"{year}, <|im_start|>' in text
     (run / FILE).write_text(text.replace(f'"{year}, ', '"Long ago, '))
-    code, out, err = runs.run("run", "--resume", run, "run.learning_steps=3")
+    code, out, err = runs.run_torchless("run", "--resume", run, "run.learning_steps=3")
     assert code == 0, out + err
     assert all(row["obs"].startswith("Long ago, <|im_start|>") for row in read_part(train_files(run)[3]))
     (run / FILE).write_text("{")
@@ -50,5 +52,5 @@ def test_recorded_templates_are_used_by_every_later_command(tmp_path: Path) -> N
         ("probe", run, "--games", "2", "--samples", "2"),
         ("play", "--watch", run),
     ):
-        code, out, err = runs.run(*command)
-        assert code == 1 and f"{run / FILE} is damaged" in (out + err).replace("\n", ""), (command, out, err)
+        ended = CliRunner().invoke(app, [*map(str, command)])
+        assert ended.exit_code == 1 and f"{run / FILE} is damaged" in ended.output.replace("\n", ""), (command, ended)

@@ -203,7 +203,8 @@ def test_base_dropout_is_off_during_training(make_config, model_path, tmp_path):
 def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, make_items, tmp_path, name):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]).save_pretrained(tmp_path)
-    config = make_config(lora={"target_modules": ["q_proj", "v_proj"]})
+    recomputes = {"activation_checkpointing": True}
+    config = make_config(lora={"target_modules": ["q_proj", "v_proj"]}, learner=recomputes)
     learner = REINFORCELearner(config.model_copy(update={"model_name": str(tmp_path)}), "cpu")
     passes: list[int] = []
     items = [replace(item, logprobs=scored.adapter) for item in make_items() for scored in learner.policy.score([item])]
