@@ -74,26 +74,36 @@ def test_every_wrong_part_is_named_at_once() -> None:
     assert {"scheduler", "buffer"} < set(problems) and "tracker 'Silent'" in problems
 
 
-def test_result_of_a_function_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="collector: an object of type dict has no run, play_round"):
-        made_part("collector", lambda **given: given, scheduler=None)
-
-
-def test_registry_of_a_custom_scheduler_is_checked() -> None:
-    scheduler = unstable.GameScheduler(
-        unstable.samplers.MirrorModelSampler(unstable.ModelRegistry(), random.Random(0)),
-        unstable.samplers.UniformRandomEnvSampler(config_of().train_envs),
-    )
-    scheduler.registry = Silent()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"scheduler\.registry: an object of type Silent has no current"):
-        unstable.Run(make_plan(config_of()), scheduler=scheduler)
-
-
-def test_samplers_in_the_wrong_order_are_refused() -> None:
+def scheduler_with(registry: Any = None, swapped: bool = False) -> unstable.GameScheduler:
     model_sampler = unstable.samplers.MirrorModelSampler(unstable.ModelRegistry(), random.Random(0))
-    env_sampler = unstable.samplers.UniformRandomEnvSampler(config_of().train_envs, eval_env_specs=None)
-    with pytest.raises(ConfigError, match="model_sampler: an object of type UniformRandomEnvSampler has no registry"):
-        unstable.GameScheduler(env_sampler, model_sampler)  # type: ignore[arg-type]
+    samplers: list[Any] = [model_sampler, unstable.samplers.UniformRandomEnvSampler(config_of().train_envs)]
+    scheduler = unstable.GameScheduler(*samplers[:: -1 if swapped else 1])
+    scheduler.registry = registry
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: made_part("collector", lambda **given: given, scheduler=None),
+            "collector: .* dict has no run, play_round",
+        ),
+        (
+            lambda: unstable.Run(make_plan(config_of()), scheduler=scheduler_with(Silent())),
+            r"scheduler\.registry: an object of type Silent has no current",
+        ),
+        (
+            lambda: scheduler_with(swapped=True),
+            "model_sampler: an object of type UniformRandomEnvSampler has no registry",
+        ),
+        (lambda: load_learner(config_of(LearnsNothing), "cpu"), "algorithm: the class LearnsNothing has no update"),
+        (lambda: load_learner(config_of(KeepsNothing), "cpu"), "an object of type KeepsNothing has no training"),
+    ],
+)
+def test_part_of_a_part_is_checked_too(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
 
 
 def test_state_that_json_would_change_is_refused_by_the_name_of_its_part() -> None:
@@ -137,13 +147,6 @@ class LearnsNothing:
 
 class KeepsNothing(LearnsNothing):
     def update(self, items: object, version: int) -> None: ...
-
-
-def test_learner_without_the_interface_is_refused() -> None:
-    with pytest.raises(ConfigError, match="algorithm: the class LearnsNothing has no update"):
-        load_learner(config_of(LearnsNothing), "cpu")
-    with pytest.raises(ConfigError, match="algorithm: an object of type KeepsNothing has no training"):
-        load_learner(config_of(KeepsNothing), "cpu")
 
 
 def test_class_that_no_worker_can_import_is_refused() -> None:

@@ -292,13 +292,13 @@ def test_nan_evaluations_survive_a_resume(tmp_path: Path) -> None:
     tracker.close()
     resumed = make_tracker(tmp_path)
     resumed.resume(tracker.state_dict(), list(read_records(tmp_path / "eval.jsonl")))
-    assert shown(resumed) == shown(tracker)
+    assert shown(resumed.evaluations) == shown(tracker.evaluations)
     resumed.close()
 
 
-def shown(tracker: Tracker) -> str:
+def shown(evaluations: Sequence[Evaluation]) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(*evaluation_tables(tracker.evaluations))
+    console.print(*evaluation_tables(evaluations))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -485,19 +485,13 @@ def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
     for reward in (0.25, 0.75):
         tally.add("na", reward, own_invalid=False)
     evaluation = tally.evaluation("l", "m", 0, "E", "none")
-    assert math.isnan(evaluation.win_rate)
-    assert evaluation.interval == (0.0, 1.0)
-    assert evaluation.mean_reward == 0.5
+    assert math.isnan(evaluation.win_rate) and line_of(evaluation)["win_rate"] is None
+    assert (evaluation.interval, evaluation.mean_reward) == ((0.0, 1.0), 0.5)
     half = 1.96 * math.sqrt(0.125) / math.sqrt(2)
     assert evaluation.reward_interval == pytest.approx((0.5 - half, 0.5 + half))
-    assert line_of(evaluation)["win_rate"] is None
     assert "mean reward of 0.500 in 2 games" in evaluation.describe()
-    console = Console(file=io.StringIO(), width=120)
-    console.print(*evaluation_tables([evaluation]))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "reward" in shown
-    assert "0.500" in shown
-    assert "nan" not in shown + evaluation.describe()
+    table = shown([evaluation])
+    assert "reward" in table and "0.500" in table and "nan" not in table + evaluation.describe()
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
