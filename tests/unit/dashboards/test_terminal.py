@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from rich.text import Text
 
 from unstable_lite.cli import summaries
 from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, as_line, evaluation_tables
+from unstable_lite.orchestrator.event_loop import log_file
 from unstable_lite.orchestrator.run import Summary
+from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Tally
 
 
@@ -154,3 +157,23 @@ def test_live_lines_show_control_characters_and_still_update() -> None:
     terminal.stop()
     assert screen(terminal).endswith(f"paused: {VISIBLE_ATTACK}"), "the live lines were erased"
     assert "\x1b]0;" not in written(terminal)
+
+
+def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
+    text = "a\n\tb äöü 漢字 🎲 \N{NO-BREAK SPACE}[0] \\x1b"
+    assert visible(text) == text
+    controls = [chr(code) for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"]
+    assert visible("".join(controls)) == "".join(f"\\x{ord(control):02x}" for control in controls)
+
+
+def test_log_holds_no_control_characters(tmp_path: Path) -> None:
+    log = logging.getLogger("unstable_lite.somewhere")
+    with log_file(tmp_path / "log"):
+        log.warning("opponent %s", "\x1b]0;OWNED\x07")
+        try:
+            raise ValueError("\x9b2J")
+        except ValueError:
+            log.exception("failed")
+    text = (tmp_path / "log").read_text()
+    assert r"opponent \x1b]0;OWNED\x07" in text and r"ValueError: \x9b2J" in text
+    assert not set(text) & set("\x1b\x07\x9b")

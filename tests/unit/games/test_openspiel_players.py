@@ -42,24 +42,18 @@ def rewards(env_id: str, names: tuple[str, str], games: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("env_id", "playouts"),
+    ("env_id", "playouts", "opponent", "games", "least"),
     [
-        ("openspiel:tic_tac_toe", 100), ("openspiel:connect_four", 50), (NIM, 200),
-        ("openspiel:breakthrough(columns=4,rows=5)", 50),
+        ("openspiel:tic_tac_toe", 100, "random", 30, 24), ("openspiel:connect_four", 50, "random", 30, 24),
+        (NIM, 200, "random", 30, 24), ("openspiel:breakthrough(columns=4,rows=5)", 50, "random", 30, 24),
+        ("openspiel:pig(winscore=30)", 100, "random", 20, 8),  # the opponent may roll often before its turn ends
+        ("openspiel:connect_four", 200, "mcts:10", 20, 8),
     ],
 )  # fmt: skip
-def test_tree_search_beats_random_play(env_id: str, playouts: int) -> None:
-    found = rewards(env_id, (f"scripted:mcts:{playouts}", "scripted:random"), games=30)
-    assert sum(found) >= 24
-
-
-def test_tree_search_follows_long_turns_of_others() -> None:
-    # Pig: the opponent rolls as often as it likes before its turn ends.
-    assert sum(rewards("openspiel:pig(winscore=30)", ("scripted:mcts:100", "scripted:random"), games=20)) >= 8
-
-
-def test_more_playouts_are_stronger() -> None:
-    assert sum(rewards("openspiel:connect_four", ("scripted:mcts:200", "scripted:mcts:10"), games=20)) >= 8
+def test_tree_search_beats_random_play_and_fewer_playouts(
+    env_id: str, playouts: int, opponent: str, games: int, least: int
+) -> None:
+    assert sum(rewards(env_id, (f"scripted:mcts:{playouts}", f"scripted:{opponent}"), games)) >= least
 
 
 def test_tree_search_with_the_same_seed_makes_the_same_moves() -> None:

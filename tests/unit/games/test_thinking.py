@@ -1,13 +1,23 @@
-"""Text inside thinking is never read as an action."""
+"""Text inside thinking is never read as an action; a budget ends it after at most two generations."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fakes.game_records import BASE, make_generation
+from unstable_lite.config.training import EngineConfig
+from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import (
+    END_OF_THINKING,
     KNOWN_TAGS,
     THINK,
+    end_of_thinking,
     extract_boxed,
     find_extraction,
     find_tags,
@@ -15,9 +25,10 @@ from unstable_lite.games.answers import (
     without_thinking,
     written_answer,
 )
-from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.policy import PolicyPlayer, ThinkingBudget, thinking_budget
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.types import AgentSpec
+from unstable_lite.types import AgentSpec, FinishReason, GameSpec, Generation, ModelRef
 
 
 @pytest.mark.parametrize(
@@ -154,3 +165,182 @@ def test_written_answer_of_a_channel_begins_with_its_header():
 def test_tags_are_found_in_chat_template_or_vocabulary(chat_template, tokens, tags):
     assert find_tags(chat_template, tokens) == tags
     assert has_unknown_tags(chat_template, tokens) == (chat_template in ("enable_thinking", "{{ m.reasoning }}"))
+
+
+END_IDS = list(END_OF_THINKING.encode())
+INFO = {"prompts": {"end_of_thinking": END_IDS}, "max_model_len": 100}
+MODEL = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+AGENT = AgentSpec(pid=0, model=MODEL, collect_data=True, prompt_template="own", action_extraction_fn="default")
+ENGINE = EngineConfig(thinking_tokens=6, max_generation_len=10)
+
+
+class Sampler:
+    """Function that answers requests by the given texts, a byte a token, cut at the request's limit."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(
+        self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None, **options: Any
+    ) -> Generation:
+        self.asked.append({"prompt": prompt, "version": version, "stop": stop, "seed": seed, **options})
+        ids = np.frombuffer(self.texts.pop(0).encode(), np.uint8).astype(np.int32)
+        given = options.get("prompt_ids")
+        sampled = ids[: options["max_tokens"]]
+        reason: FinishReason = "stop" if len(sampled) == len(ids) else "length"
+        given = list(prompt.encode()) if given is None else given
+        text = bytes(sampled.tolist()).decode()
+        said: dict[str, Any] = {"text": text, "finish_reason": reason, "adapter_version": version}
+        return make_generation(sampled, -sampled, prompt_ids=given, **said)
+
+
+def budget(**changes: Any) -> ThinkingBudget:
+    made = thinking_budget(ENGINE, INFO | changes)
+    assert made is not None
+    return made
+
+
+async def answered(sampler: Sampler, opened: str = "<think>", seed: int | None = 5, **changes: Any) -> Generation:
+    return await budget(**changes).generate(sampler.generate, opened, "p?", 3, ("stop",), seed)
+
+
+async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_ids() -> None:
+    sampler = Sampler("I wonder what", "7")
+    answer = await answered(sampler)
+    first, second = sampler.asked
+    assert second["prompt_ids"].tolist() == [*b"p?", *b"I wond", *END_IDS]
+    assert second["prompt_ids"].dtype == np.int32
+    assert (first["max_tokens"], second["max_tokens"]) == (6, 4)
+    assert {"version": 3, "stop": ("stop",), "prompt": "p?"}.items() <= second.items()
+    assert answer.prompt_ids.tolist() == [*b"p?"]
+    assert answer.completion_ids.tolist() == [*b"I wond", *b"7"], "only sampled ids"
+    assert answer.logprobs.tolist() == [-id for id in (*b"I wond", *b"7")]
+    assert answer.forced is not None
+    assert (answer.forced.at, answer.forced.ids.tolist()) == (6, END_IDS)
+    assert answer.text == f"I wond{END_OF_THINKING}7"
+    assert (answer.finish_reason, answer.adapter_version) == ("stop", 3)
+
+
+async def test_answer_without_open_thinking_is_continued_without_forced_ids() -> None:
+    sampler = Sampler("plain text", "text")
+    answer = await answered(sampler, opened="")
+    assert sampler.asked[1]["prompt_ids"].tolist() == [*b"p?", *b"plain "]
+    assert (answer.text, answer.forced, answer.finish_reason) == ("plain text", None, "stop")
+    closed = replace(budget(), thinking_tokens=11, max_tokens=20)
+    sampler = Sampler("a</think>xyz", "z")
+    answer = await closed.generate(sampler.generate, "<think>", "p?", 3, (), None)
+    assert sampler.asked[1]["prompt_ids"].tolist() == [*b"p?", *b"a</think>xy"]
+    assert (answer.text, answer.forced) == ("a</think>xyz", None)
+
+
+@pytest.mark.parametrize(
+    ("texts", "text", "finish_reason"),
+    [
+        (["short"], "short", "stop"),  # within the budget
+        (["a</think>xyz", "7"], f"a</thi{END_OF_THINKING}7", "stop"),  # the budget ends inside a tag
+        (["I wonder what", "a long answer"], f"I wond{END_OF_THINKING}a lo", "length"),  # all tokens are used
+    ],
+)
+async def test_number_of_generations_and_end_follow_from_the_length(
+    texts: list[str], text: str, finish_reason: str
+) -> None:
+    sampler = Sampler(*texts)
+    answer = await answered(sampler)
+    assert (answer.text, answer.finish_reason, len(sampler.asked)) == (text, finish_reason, len(texts))
+    assert (answer.forced is not None) == (END_OF_THINKING in text)
+
+
+async def test_engine_that_completes_other_ids_is_refused() -> None:
+    sampler = Sampler("I wonder what", "7")
+
+    async def generate(*asked: Any, prompt_ids: Any = None, **options: Any) -> Generation:
+        return await sampler.generate(*asked, **options)
+
+    with pytest.raises(ConfigError, match=r"engine.kind = 'auto' does not complete the ids"):
+        await budget().generate(generate, "<think>", "p?", 3, (), None)
+
+
+@pytest.mark.parametrize(("max_model_len", "requests"), [(8 + len(END_IDS), 1), (9 + len(END_IDS), 2)])
+async def test_no_second_generation_without_room_for_a_token(max_model_len: int, requests: int) -> None:
+    sampler = Sampler("I wonder what", "7")
+    answer = await answered(sampler, max_model_len=max_model_len)
+    assert len(sampler.asked) == requests
+    assert (answer.finish_reason, answer.forced is None) == (("length", True) if requests == 1 else ("stop", False))
+
+
+async def test_each_generation_has_its_own_seed_that_repeats() -> None:
+    seeds = []
+    for _ in range(2):
+        sampler = Sampler("I wonder what", "7")
+        await answered(sampler)
+        seeds.append([request["seed"] for request in sampler.asked])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2
+    sampler = Sampler("I wonder what", "7")
+    await answered(sampler, seed=None)
+    assert [request["seed"] for request in sampler.asked] == [None, None]
+
+
+async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_before_it() -> None:
+    sampler, leased = Sampler("I wonder what", "7"), list[int]()
+
+    @contextlib.contextmanager
+    def newest() -> Iterator[int]:
+        leased.append(8 + len(leased))
+        yield leased[-1]
+        assert len(sampler.asked) == 2, "the adapter is leased until the turn is over"
+
+    generate = partial(budget().generate, sampler.generate, "<think>")
+    template = Template("own", "{observation}<think>")
+    reply = await PolicyPlayer(generate, template, AGENT, 2, newest=newest).act("o")
+    assert leased == [8]
+    assert [request["version"] for request in sampler.asked] == [8, 8]
+    assert reply.generation is not None and reply.generation.adapter_version == 8
+
+
+async def test_action_is_read_after_the_forced_end() -> None:
+    template, sampler = TEMPLATES["default-think"], Sampler(r"\boxed{1} hmm", r"\boxed{2}")
+    made = thinking_budget(EngineConfig(thinking_tokens=10, max_generation_len=30), INFO | {"max_model_len": 9999})
+    assert made is not None
+
+    generate = partial(made.generate, sampler.generate, template.opened_thinking)
+    reply = await PolicyPlayer(generate, template, AGENT, 2).act("o")
+    assert (reply.action, reply.format_ok, reply.is_cut_off) == ("[2]", True, False)
+
+
+def test_engine_that_names_no_end_of_thinking_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine.thinking_tokens: engine.kind = 'auto' does not say which ids"):
+        thinking_budget(ENGINE, {"max_model_len": 100})
+    assert thinking_budget(EngineConfig(), {}) is None
+
+
+@pytest.mark.parametrize("tags", KNOWN_TAGS[1:])
+async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str, str]) -> None:
+    end = end_of_thinking(tags)
+    ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {end: [*end.encode()]}}
+    made = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120, tags=tags)
+    sampler = Sampler(f"{tags[0]}{'hm ' * 40}", r"\boxed{2}")
+    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
+    assert answer.forced is not None and answer.forced.ids.tolist() == [*end.encode()]
+    assert end.endswith((tags[1], f"{tags[1]}\n\n")) and answer.text.endswith(rf"{end}\boxed{{2}}")
+    sampler = Sampler(f"{tags[0]}hm{tags[1]}{'so ' * 40}", r"\boxed{2}")
+    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
+    assert answer.forced is None, "this thought was closed"
+
+
+async def test_budget_of_a_run_ends_the_thoughts_of_each_template() -> None:
+    tags = ("[THINK]", "[/THINK]")
+    ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {(end := end_of_thinking(tags)): [*end.encode()]}}
+    sampler = Sampler("[THINK]" + "hm" * 40, r"\boxed{2}")
+    given = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120)
+    factory = PlayerFactory(sampler.generate, {"own": Template("own", "{observation}", tags=tags)}, thinking=given)
+    spec = GameSpec(game_idx=0, kind="train", env_id="x", num_players=2, seed=0, agent_specs=(AGENT,), max_turns=9)
+    reply = await factory.players(spec)[0].act("o")
+    assert (reply.action, reply.format_ok) == ("[2]", True)
+
+
+async def test_tags_that_an_engine_cannot_end_are_refused_by_name() -> None:
+    made = replace(budget(), tags=("[THINK]", "[/THINK]"))
+    with pytest.raises(ConfigError, match=r"no ids for '\\n\[/THINK\]"):
+        await made.generate(Sampler("I wonder what").generate, "", "p?", 3, (), None)

@@ -311,15 +311,6 @@ def test_pfsp_hard_prefers_stronger_and_even_equal_opponents(games):
     assert even == pytest.approx([rate * (1 - rate) for rate in rates])
 
 
-def test_mixture_draws_in_proportion_to_its_weights():
-    config = make_config(1, opponent_sampling_strategy={"mirror": 6, "lagged": 3, "fixed": 1}, fixed_opponents=["x"])
-    registry = make_registry(1)
-    counts = drawn(build_model_sampler(config, registry, random.Random(0)), 5000)
-    assert counts["ckpt-1"] == pytest.approx(3000, abs=150)
-    assert counts["base"] == pytest.approx(1500, abs=150)
-    assert counts["fixed-x"] == pytest.approx(500, abs=100)
-
-
 @pytest.mark.parametrize("weights", [[], [0.0], [1.0, 1.0]])
 def test_mixture_needs_one_positive_weight_per_part(weights):
     registry, rng = make_registry(), random.Random(0)
