@@ -450,7 +450,7 @@ def test_chat_template_requires_a_tokenizer_that_has_one(tmp_path: Path) -> None
 
 
 def test_eval_env_inherits_from_the_training_env_of_the_same_id() -> None:
-    played = {"prompt_template": "tiny", "max_turns": 30, "observation": "first-last"}
+    played = {"prompt_template": "tiny", "max_turns": 30, "observation": "first-last", "error_allowance": 2}
     train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, **played}
     left_open = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
     given = {**left_open, "fixed_opponent": "scripted:optimal", "prompt_template": "default", "max_turns": 30}

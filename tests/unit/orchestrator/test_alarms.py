@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from unstable_lite.config import Config
@@ -194,14 +192,6 @@ def test_unchanging_policy_does_not_collapse() -> None:
         evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
         false_alarms += any(gap > 0 for gap in gaps(Contest(), evaluations))
     assert false_alarms <= 2
-
-
-def test_contest_continues_unchanged_after_json() -> None:
-    first = Contest()
-    gaps(first, [evaluation(200), evaluation(330)])
-    second = msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(first))), Contest)
-    assert second == first
-    assert gaps(second, [evaluation(240)]) == gaps(first, [evaluation(240)])
 
 
 def test_alarm_thresholds_must_be_finite() -> None:
