@@ -1,4 +1,4 @@
-"""Private random streams: seeds derived from the run's seed, and states that JSON can hold.
+"""Private random streams: seeds derived from the run's seed, and states that JSON can hold; digests of texts.
 
 The global `random` module belongs to TextArena's games; the orchestrator must not draw from it.
 """
@@ -18,6 +18,11 @@ def derive_seed(run_seed: int, *path: str | int) -> int:
     """Return a 63-bit seed for the stream that `path` names, e.g. `derive_seed(seed, "buffer")`."""
     text = "/".join(map(str, (run_seed, *path)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def digest_of(text: str) -> str:
+    """Return a short text that differs for two texts."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def game_seed(run_seed: int, kind: GameKind, number: int) -> int:

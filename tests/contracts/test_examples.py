@@ -20,7 +20,7 @@ from unstable_lite.tracking.run_directory import to_toml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-OTHERS = ("export_csv", "make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
+OTHERS = ("branching", "export_csv", "make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
 SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / f"{name}.py" for name in OTHERS})
 """Scripts that start a run; the others have tests of their own."""
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))

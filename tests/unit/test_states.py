@@ -101,7 +101,7 @@ def show(diversity: Diversity, n: int) -> Any:
 
 GROUPS = {"algorithm": "rloo", "run": {"group_size": 2}, "rewards": {"step_reward_transformation": []}}
 DEALS = {"run": {"group_size": 2}, "rewards": {"group_baseline": "duplicate", "step_reward_transformation": []}}
-BRANCHES = {"branching": {"share": 0.9, "at": "uncertain", "chance": "fresh"}}
+BRANCHES = {"examples.branching:Branching": {"share": 0.9, "at": "uncertain", "chance": "fresh"}}
 MIXTURE = {"mirror": 1, "lagged": 1, "pfsp": 2, "fixed": 2}
 LEAGUES: dict[str, dict[str, Any]] = {
     "pfsp": {"league": {"opponent_sampling_strategy": "pfsp", "env_sampling_strategy": "round-robin"}},
@@ -109,7 +109,7 @@ LEAGUES: dict[str, dict[str, Any]] = {
     "shares by steps": {"league": {"opponent_sampling_strategy": MIXTURE, "shares_by": "steps"}},
     "groups": GROUPS,
     "duplicates": DEALS,
-    "branches": GROUPS | BRANCHES,
+    "branches": GROUPS | {"league": {"env_sampling_strategy": BRANCHES}},
 }
 CASES: dict[str, tuple[Any, Any]] = {
     **{name: (lambda of=of: League(**of), League.use) for name, of in LEAGUES.items()},

@@ -22,6 +22,7 @@ EXAMPLES = {
     "exploiter": ("exploiter.toml",),
     "warm-start": ("warm_start.toml",),
     "questions": ("questions.toml", "arithmetic.jsonl"),
+    "branching": ("branching.toml", "branching.py"),
     "gpu": ("selfplay_24gb.toml",),
     "gpus": ("selfplay_gpu.toml",),
     "game": ("custom_env.toml", "custom_env.py"),

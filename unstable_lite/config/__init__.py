@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from unstable_lite.config.games import (
-    BranchingConfig,
     EvalEnvSpec,
     LeagueConfig,
     OpponentsConfig,
@@ -48,7 +47,6 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     rewards: RewardConfig = RewardConfig()
     league: LeagueConfig = LeagueConfig()
-    branching: BranchingConfig = BranchingConfig()
     opponents: OpponentsConfig = OpponentsConfig()
     tracker: TrackerConfig = TrackerConfig()
     alarms: AlarmsConfig = AlarmsConfig()

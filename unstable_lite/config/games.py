@@ -201,21 +201,6 @@ class LeagueConfig(Section):
         return self.fixed_opponents if env.fixed_opponents is None else env.fixed_opponents
 
 
-class BranchingConfig(Section):
-    """Groups of games (`run.group_size`) that start within an earlier game instead of at its start."""
-
-    share: float = Field(0.0, ge=0, lt=1)
-    """Share of the groups that start within an earlier training game of the same env and opponents. Their games are
-    neither rated nor part of the metrics of `collection-*`, because others played their first turns."""
-    at: Literal["random", "uncertain"] = "random"
-    """Choice of the turn: `random`, each turn of the policy in the newest games equally likely; `uncertain`, in
-    proportion to the spread that returns had in the groups that started at the turn of this number so far."""
-    chance: Literal["same", "fresh"] = "fresh"
-    """Chance after the start (dice, cards, scripted players): `fresh`, of its own in each game, so that the spread of a
-    group's returns shows how certain the return of the state is; `same`, as in the earlier game, so that the games of a
-    group differ by their actions only (docs/branching.md)."""
-
-
 class OpponentsConfig(Section):
     """Opponents behind an OpenAI-compatible endpoint.
 

@@ -30,7 +30,7 @@ REMOVED = {
     "learner.start_timeout_s": "set engine.start_timeout_s, which is also the learner's",
     "learner.logits_chunk_tokens": "lower learner.max_tokens_per_micro_batch if memory is short",
     "learner.shard_base": "remove it; every rank holds the whole base, so take a smaller one or a larger GPU",
-    "branching.window": "remove it; groups may start at any turn",
+    "branching": "examples/branching.py is an env sampler that does the same (docs/branching.md)",
     "tracker.keep_train_data": "remove it; the files of train_data/ may be deleted when the run is over",
 }
 """Former keys, with what to write instead."""
@@ -74,10 +74,11 @@ def drop_removed(raw: dict[str, Any]) -> list[str]:
     """Remove the keys that no longer exist from a recorded config, and return their names."""
     found: list[str] = []
     for name in REMOVED:
-        section, *between, key = name.split(".")
-        tables = [table] if isinstance(table := raw.get(section), dict) else []
-        if between:
-            tables = [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+        *sections, key = name.split(".")
+        tables = [raw]
+        for section in sections:
+            inner = [table.values() if section == "*" else [table.get(section)] for table in tables]
+            tables = [table for table in itertools.chain(*inner) if isinstance(table, dict)]
         found += [name] * any([table.pop(key, found) is not found for table in tables])
     return found
 

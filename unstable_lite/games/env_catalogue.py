@@ -1,7 +1,6 @@
 """Check of envs: whether they work, with which players and observation, and whether they need isolation.
 
-`trial` plays a few random games before a run: how long they are, and whether they end with rewards. `repeat_problem`
-plays games twice.
+`trial` plays a few random games before a run: how long they are, and whether they end with rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import ast
 import contextlib
 import difflib
 import json
-import math
 import os
 import random
 import subprocess
@@ -18,11 +16,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import takewhile
 from typing import Any
 
 from unstable_lite import plugins
@@ -325,42 +321,18 @@ def trial(spec: EnvSpec) -> Trial:
     return Trial(lengths=tuple(lengths) if knows_moves else (), unseen=unseen, observations=observations)
 
 
-def repeat_problem(spec: EnvSpec) -> str | None:
-    """Return how the env differs when a seed and the actions are repeated, or None if it did not in a few games.
-
-    Not tried if the env is isolated: the run compares each turn that it repeats.
-    """
-    if _may_hang(spec):
-        return None
-    # The moves may be no moves of a custom env, which may then raise anything; its games report that.
-    with contextlib.suppress(Exception), hang_guard(TRIAL_TIMEOUT_S):
-        until = time.monotonic() + TRIAL_TIMEOUT_S
-        for seed in takewhile(lambda _: time.monotonic() < until, range(TRIAL_GAMES)):
-            turns, _ = _turns(spec, seed)
-            again, _ = _turns(spec, seed, [action for _, _, action in turns])
-            if again != turns:
-                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turns, again, strict=False)))
-                return f"does not repeat: with the same seed and actions, a game differs from its turn {same} on"
-    return None
-
-
-def _turns(
-    spec: EnvSpec, seed: int, actions: Sequence[str] = (), until: float = math.inf
-) -> tuple[list[tuple[int, str, str]], LocalEnvironment | None]:
-    """Play `actions`, and then random ones, until a time; return player, observation and action of each turn.
+def _turns(spec: EnvSpec, seed: int, until: float) -> tuple[list[tuple[int, str, str]], LocalEnvironment | None]:
+    """Play random actions until a time; return player, observation and action of each turn.
 
     Return the env, too, if the game is over. Raises UnsupportedEnvError if no legal move is found.
     """
     rng, environment, turns = random.Random(seed), environment_of(spec, seed), list[tuple[int, str, str]]()
     turn: tuple[int, str] | None = environment.observe()
     while turn is not None and len(turns) < min(spec.max_turns, TRIAL_TURNS) and time.monotonic() < until:
-        if len(turns) < len(actions):
-            action = actions[len(turns)]
-        else:
-            try:
-                action = random_legal_action(spec.env_id, turn[1], rng) if lists_actions(spec.env_id) else "[0]"
-            except (EnvError, ValueError) as error:
-                raise UnsupportedEnvError(str(error)) from error
+        try:
+            action = random_legal_action(spec.env_id, turn[1], rng) if lists_actions(spec.env_id) else "[0]"
+        except (EnvError, ValueError) as error:
+            raise UnsupportedEnvError(str(error)) from error
         turns.append((*turn, action))
         turn = environment.play(action)
     return turns, environment if turn is None else None

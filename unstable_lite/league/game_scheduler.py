@@ -18,7 +18,6 @@ from unstable_lite.config.env_ids import content_file
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError, OpponentError
-from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler, tell_result
 from unstable_lite.plugins import interface_problems, lasting
@@ -49,14 +48,12 @@ class GameScheduler:
         group_size: int = 1,
         shares_by: Literal["games", "steps"] = "games",
         rotates_groups: bool = False,
-        branches: BranchPoints | None = None,
     ) -> None:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game. branches: states at which some
-        groups start; None: all begin at a game's start. Raises ConfigError for a sampler that lacks a part of the
-        interface of `BaseModelSampler` or `BaseEnvSampler`.
+        rotates_groups: whether the models of a group change seats from game to game. Raises ConfigError for a sampler
+        that lacks a part of the interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
         problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
         problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))
@@ -70,7 +67,8 @@ class GameScheduler:
         self._rng = random.Random(derive_seed(run_seed, "seats"))
         self._shares_by = shares_by
         self._rotates_groups = rotates_groups
-        self._branches = branches
+        self._forks: Any = env_sampler if hasattr(env_sampler, "fork") else None
+        """Env sampler that moves groups to other states, as that of examples/branching.py."""
         self._shares_rng = random.Random(derive_seed(run_seed, "shares"))
         self._steps_of: dict[str, tuple[int, float]] = {}
         """Number of games, at most `GAMES`, and running mean of the steps that they brought, by kind of game."""
@@ -131,13 +129,11 @@ class GameScheduler:
         If groups rotate, they are one deal, and the models sit one seat further in each game.
         """
         first = self.next_train_job(can_play)
-        if self._group_size == 1:
-            return [first]
-        group = [replace(first, group_idx=first.game_idx)]
+        group = [first if self._group_size == 1 else replace(first, group_idx=first.game_idx)]
         for number in range(1, self._group_size):
             agents = _moved(first.agent_specs, number) if self._rotates_groups else first.agent_specs
             group.append(replace(group[0], game_idx=self._next_idx("train"), agent_specs=agents))
-        return group if self._branches is None else self._branches.fork(group)
+        return group if self._forks is None else self._forks.fork(group)
 
     def next_eval_job(
         self,
@@ -196,8 +192,8 @@ class GameScheduler:
         """Update ratings, and in training samplers; not with a void game, nor one that began at a branch."""
         spec = record.spec
         self._in_flight.discard(spec.game_idx)
-        if self._branches is not None and spec.kind == "train":
-            self._branches.update(record)
+        if self._forks is not None and spec.kind == "train":
+            self._forks.add_record(record)
         if record.end == "void":
             return
         if spec.kind == "train":
@@ -238,7 +234,6 @@ class GameScheduler:
                 name: {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
                 for name, sampler in self._named_samplers.items()
             },
-            "branches": None if self._branches is None else self._branches.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -252,8 +247,6 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
-        if self._branches is not None and state.get("branches") is not None:
-            self._branches.load_state_dict(state["branches"])
         left_out = []
         for name, sampler in self._named_samplers.items():
             saved = state[name]

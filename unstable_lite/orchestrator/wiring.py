@@ -32,7 +32,6 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import thinking_budget
 from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import Template, format_prompt, templates_for
-from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents
@@ -287,10 +286,8 @@ def make_scheduler(config: Config) -> GameScheduler:
     """Return the scheduler that a resolved config asks for, with a registry of its own."""
     model_sampler = build_model_sampler(config, ModelRegistry(), _stream(config, "opponents"))
     run, shares_by = config.run, config.league.shares_by
-    branches = BranchPoints(config.branching, run.group_size, run.seed) if config.branching.share else None
-    return GameScheduler(
-        model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by, config.plays_duplicates, branches
-    )
+    env_sampler = build_env_sampler(config)
+    return GameScheduler(model_sampler, env_sampler, run.seed, run.group_size, shares_by, config.plays_duplicates)
 
 
 def _stream(config: Config, purpose: str) -> random.Random:

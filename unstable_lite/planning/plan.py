@@ -141,7 +141,7 @@ class Plan(Placement):
             yield "engine memory", f"{self.divided.engine.gpu_share:.0%} of the GPU" if is_equal else by_engine
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:
-        config, run, branching = self.config, self.config.run, self.config.branching
+        config, run = self.config, self.config.run
         yield "training games", ", ".join(spec.env_id for spec in config.train_envs)
         if config.eval_envs and run.eval_games:
             played = ", ".join(f"{spec.env_id}{against(spec.opponent)}" for spec in config.eval_envs)
@@ -156,10 +156,6 @@ class Plan(Placement):
         yield from describe_exact(config, is_on_gpu="cpu" not in self.learner_devices)
         if run.group_size > 1:
             yield "groups", f"{run.group_size} games from each start, compared by {config.group_baseline}"
-        if branching.share:
-            turns = {"random": "any turn of the policy", "uncertain": "the turns with the widest returns"}
-            start = f"start at {turns[branching.at]}, with {branching.chance} chance"
-            yield "branching", f"{branching.share:.0%} of the groups {start}"
         whole = ", whole trajectories" * (config.buffer.kind == "episodes")
         yield "buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}{whole}"
         shown = []

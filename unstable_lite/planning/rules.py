@@ -1,4 +1,4 @@
-"""Reasons why the keys of a config contradict each other, and warnings of those that may. `branching_rules` makes envs.
+"""Reasons why the keys of a config contradict each other, and warnings of those that may.
 
 Rules of one section that pydantic can express stand beside its keys, in `config/`.
 """
@@ -11,12 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import is_judged
 from unstable_lite.config.games import LEAST_TEMPERATURE
 from unstable_lite.config.training import EMBEDDINGS, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
-from unstable_lite.games.env_catalogue import probe, repeat_problem
 from unstable_lite.league.opponents import frozen_adapters, strategies, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
@@ -64,10 +62,9 @@ def worker_rules(config: Config) -> Iterator[str]:
 
 
 def run_rules(config: Config) -> Iterator[str]:
-    """Yield each further reason why a run cannot train with these keys. Plays a game of each env to branch in twice."""
+    """Yield each further reason why a run cannot train with these keys."""
     yield from training_rules(config)
     yield from _loss_rules(config)
-    yield from branching_rules(config)
 
 
 def training_rules(config: Config) -> Iterator[str]:
@@ -154,29 +151,6 @@ def _group_rules(config: Config) -> Iterator[str]:
             )
     if set(strategies(config.league)) == {"mirror"}:
         yield f"{key} needs an opponent, but league.opponent_sampling_strategy = 'mirror' gives the policy both seats"
-
-
-def branching_rules(config: Config) -> Iterator[str]:
-    """Yield each reason why groups cannot start within an earlier game. Plays a game of each training env twice."""
-    if not config.branching.share:
-        return
-    if config.run.group_size == 1:
-        yield (
-            f"branching.share = {config.branching.share:g} compares the games that start from one state, so it needs "
-            "run.group_size of 2 or more and rewards.group_baseline = 'grpo', 'mean' or 'rloo'"
-        )
-    if config.plays_duplicates:
-        yield "branching.share: 'duplicate' compares games from both seats at the same deal, which has no branches"
-    if all(is_judged(env.env_id) for env in config.train_envs):
-        yield "branching.share: a question is one turn, so no group could start after it; add a game to train_envs"
-    for index, env in enumerate(config.train_envs):
-        where = f"branching.share: train_envs.{index}: {env.env_id}"
-        if env.max_turns == 1:
-            yield f"{where} has max_turns = 1, so no group can start after its first turn"
-        elif probe(env.env_id, env.num_players, env.observation, env.env_kwargs).problem is not None:
-            continue  # reported with the other problems of the envs
-        elif (problem := repeat_problem(env)) is not None:
-            yield f"{where} {problem}"
 
 
 def _algorithm_rules(config: Config) -> Iterator[str]:

@@ -33,9 +33,8 @@ from unstable_lite.games.local_game import reason_of
 from unstable_lite.games.players.factory import PlayerFactory, is_remote
 from unstable_lite.games.players.policy import Player
 from unstable_lite.games.players.scripted import ScriptedPlayer
-from unstable_lite.league.branch_points import digest_of
 from unstable_lite.league.ratings import team_scores
-from unstable_lite.rng import derive_seed
+from unstable_lite.rng import derive_seed, digest_of
 from unstable_lite.types import (
     CONTEXT_FULL,
     ENV_LOST,
@@ -195,8 +194,8 @@ def _as_before(turn: Asked | None, before: PastTurn | BranchPoint, env_id: str, 
     else:
         return turn
     raise EnvError(
-        f"branching: {env_id} does not repeat: with the same seed and actions, {differs} in turn {number}. Set "
-        "branching.share = 0, or leave out the env"
+        f"branching: {env_id} does not repeat: with the same seed and actions, {differs} in turn {number}. Play the "
+        "env with another env sampler"
     )
 
 

@@ -102,7 +102,8 @@ BRANCHES = (
     "run.checkpoint_every=2",
     "run.eval_games=4",
     "run.group_size=3",
-    'branching={ share = 0.7, at = "uncertain", chance = "fresh" }',
+    'league.env_sampling_strategy={ "examples.branching:Branching" = '
+    '{ share = 0.7, at = "uncertain", chance = "fresh" } }',
 )
 
 

@@ -92,7 +92,7 @@ def test_env_that_does_not_start_is_reported_as_without_branching(env: dict[str,
         {
             "algorithm": "rloo",
             "run": {"group_size": 4},
-            "branching": {"share": 0.5},
+            "league": {"env_sampling_strategy": {"examples.branching:Branching": {}}},
             "train_envs": [
                 {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | env,
                 {"env_id": KUHN, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"},

@@ -205,14 +205,16 @@ def test_former_keys_of_a_recorded_config_are_ignored_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = {"run": {"loop_stall_s": 9.0}, "alarms": {"entropy": {"updates": 3}, "decline": {"updates": 1}}}
+    table["branching"] = {"share": 0.5}
     path = tmp_path / "config.toml"
     path.write_text(to_toml({**table, "train_envs": [ENV]}))
-    assert len(read_config(path)[1]) == 3
+    assert len(found := read_config(path)[1]) == 4
+    assert "branching = {'share': 0.5} is no longer a key: examples/branching.py is an env sampler" in "".join(found)
     (tmp_path / "versions.json").touch()
     config, problems = read_config(path)
     assert config is not None and not problems
     (line,) = caplog.messages
-    assert line.endswith("these keys no longer exist and are ignored: run.loop_stall_s, alarms.*.updates")
+    assert line.endswith("these keys no longer exist and are ignored: run.loop_stall_s, branching, alarms.*.updates")
 
 
 def test_removed_keys_are_really_gone() -> None:

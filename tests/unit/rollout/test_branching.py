@@ -13,24 +13,25 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from examples.branching import Branching
 from fakes.group_games import KUHN, group_config, played, scheduler_of
 from fakes.random_policy import RandomPolicy
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report.games import read_games
-from unstable_lite.errors import EnvError
+from unstable_lite.errors import ConfigError, EnvError
 from unstable_lite.files import to_line
 from unstable_lite.games.openspiel.game import load_game
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.league.branch_points import BranchPoints, digest_of
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.planning.rules import branching_rules
+from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.plugins import lasting
+from unstable_lite.rng import digest_of
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record
 from unstable_lite.tracking.records import record_to_json
@@ -43,8 +44,13 @@ RESTLESS = "fakes.restless_nim:RestlessNim-v0"
 
 
 def config(env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, **branching: Any) -> Config:
-    sections = {"algorithm": "rloo", "branching": {"share": 0.9} | branching}
-    return group_config(group_size, {"env_id": env_id, "num_actors": num_actors}, {}, **sections)
+    env = {"env_id": env_id, "num_actors": num_actors, "isolated": True if env_id == RESTLESS else None}  # not tried
+    league = {
+        "opponent_sampling_strategy": "fixed",
+        "fixed_opponents": ["scripted:random"],
+        "env_sampling_strategy": {"examples.branching:Branching": {"share": 0.9} | branching},
+    }
+    return group_config(group_size, env, {}, algorithm="rloo", league=league)
 
 
 async def play(of: Config, groups: int, seed: int = 1) -> tuple[list[list[GameRecord]], GameScheduler]:
@@ -273,10 +279,10 @@ def game_of(spec: GameSpec, num_turns: int, reward: float = 0.0) -> GameRecord:
 
 async def test_uncertain_branches_start_where_returns_differ() -> None:
     """A game whose third turn decides it, and whose others do nothing."""
-    points = BranchPoints(config(at="uncertain").branching, 2)
+    points = Branching(config().train_envs, share=0.9, at="uncertain")
     scheduler = scheduler_of(config(NIM, num_actors=2))
     (first, *_rest) = scheduler.next_train_group()
-    points.update(game_of(first, num_turns=6))
+    points.add_record(game_of(first, num_turns=6))
     chosen = Counter[int]()
     for number in range(1500):
         pair = [replace(first, game_idx=2 * number + own, group_idx=2 * number) for own in (0, 1)]
@@ -286,7 +292,7 @@ async def test_uncertain_branches_start_where_returns_differ() -> None:
         turn = len(forked[0].start.turns)
         chosen[turn] += number >= 500
         for spec, reward in zip(forked, (1.0, -1.0 if turn == 3 else 1.0), strict=True):
-            points.update(game_of(spec, num_turns=6, reward=reward))
+            points.add_record(game_of(spec, num_turns=6, reward=reward))
     assert chosen.keys() == {1, 2, 3, 4, 5}
     assert chosen[3] > 0.7 * chosen.total()
     assert min(chosen.values()) > 0.02 * chosen.total()  # every turn is measured again
@@ -325,48 +331,44 @@ async def test_branched_game_is_not_part_of_the_metrics_of_games(tmp_path: Path)
     resumed.close()
 
 
-def problems(env: dict[str, Any] | None = None, **sections: Any) -> list[str]:
-    raw: dict[str, Any] = {"algorithm": "rloo", "run": {"group_size": 4}, "branching": {"share": 0.5}} | sections
-    raw["train_envs"] = [
-        {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | (env or {}),
-    ]
-    of, wrong = parse_config(raw)
-    return wrong or list(branching_rules(of))  # type: ignore[arg-type]
+def problems(env: dict[str, Any] | None = None, **options: Any) -> list[str]:
+    spec = {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | (env or {})
+    sampler = {"examples.branching:Branching": options}
+    raw = {"algorithm": "rloo", "run": {"group_size": 4}, "league": {"env_sampling_strategy": sampler}}
+    of, wrong = parse_config(raw | {"train_envs": [spec]})
+    assert of is not None and not wrong
+    return [problem for problem in find_problems(of) if "branching" in problem]
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("given", "says"),
     [
-        ({"algorithm": "reinforce", "run": {}}, "branching.share = 0.5 compares the games that start from one"),
-        (
-            {"algorithm": "reinforce", "rewards": {"group_baseline": "duplicate"}},
-            "branching.share: 'duplicate' compares games from both seats",
-        ),
-        ({"env": {"max_turns": 1}}, "branching.share: train_envs.0: Nim-v0-train has max_turns = 1, so no group"),
-        ({"env": {"env_id": RESTLESS}}, f"branching.share: train_envs.0: {RESTLESS} does not repeat: with the same"),
+        ({"env": {"max_turns": 1}}, "branching: train_envs.0: Nim-v0-train has max_turns = 1, so no group"),
+        ({"env": {"env_id": RESTLESS}}, f"branching: train_envs.0: {RESTLESS} does not repeat: with the same seed and"),
         (
             {"env": {"env_id": "questions:examples/arithmetic.jsonl", "num_players": 1}},
-            "branching.share: a question is one turn",
+            "branching: a question is one turn",
         ),
-        ({"branching": {"share": 1.0}}, "branching.share"),
-        ({"branching": {"share": -0.1}}, "branching.share"),
-        ({"branching": {"share": 0.5, "at": "late"}}, "branching.at"),
+        ({"share": 1.0}, r"branching: share = 1\.0"),
+        ({"share": -0.1}, r"branching: share = -0\.1"),
+        ({"at": "late"}, "branching: at = 'late'"),
+        ({"chance": "none"}, "branching: .* chance = 'none'"),
     ],
 )
-def test_contradiction_is_refused_by_name(sections: dict[str, Any], says: str) -> None:
-    (problem,) = problems(**sections)
+def test_contradiction_is_refused_by_check(given: dict[str, Any], says: str) -> None:
+    (problem,) = problems(**given)
     assert re.match(says, problem), problem
 
 
-def test_problems_reach_check_and_a_good_config_has_none() -> None:
+@pytest.mark.parametrize(
+    "sections", [{"run": {}}, {"rewards": {"group_baseline": "duplicate"}, "run": {"group_size": 4}}]
+)
+def test_games_without_a_group_that_starts_in_one_state_are_refused(sections: dict[str, Any]) -> None:
+    of = config().model_dump(exclude_unset=True) | {"algorithm": "reinforce", "rewards": {}} | sections
+    scheduler = scheduler_of(resolve_defaults(Config.model_validate(of)))
+    with pytest.raises(ConfigError, match=r"so it needs run\.group_size of 2 or more, .* not 'duplicate'"):
+        scheduler.next_train_group()
+
+
+def test_good_config_has_no_problem() -> None:
     assert problems() == []
-    of, _ = parse_config(
-        {
-            "algorithm": "rloo",
-            "run": {"group_size": 4},
-            "branching": {"share": 0.5},
-            "train_envs": [{"env_id": RESTLESS, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
-        }
-    )
-    assert of is not None
-    assert any("does not repeat" in problem for problem in find_problems(of))
