@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import unstable_lite as unstable
-from fakes import runs
+from fakes import numpy_learner, runs
 from fakes.own_parts import OwnPart
 from fakes.sync_runs import SYNC
 from unstable_lite.config.reading import read_config
@@ -107,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_script_replaces_every_part_by_its_own_subclass(tmp_path: Path) -> None:
     script = tmp_path / "my_parts.py"
     script.write_text(SCRIPT)
@@ -128,7 +129,7 @@ def test_script_replaces_every_part_by_its_own_subclass(tmp_path: Path) -> None:
 def run_of_own_parts(path: Path, steps: int, resume: Path | None = None) -> tuple[unstable.Run, dict[str, OwnPart]]:
     """Return a sync run of which no part is of the package's classes, and the parts by name."""
     few = ("run.eval_games=2", "run.eval_every=2", "run.checkpoint_every=1", f"run.learning_steps={steps}")
-    config, problems = read_config(path, (*SYNC[:1], "run.num_collection_workers=6", *few))
+    config, problems = read_config(path, (*SYNC[:1], *runs.SCRIPTED, "run.num_collection_workers=6", *few))
     assert config is not None, problems
     own: dict[str, OwnPart] = {}
 
@@ -157,8 +158,8 @@ def run_of_own_parts(path: Path, steps: int, resume: Path | None = None) -> tupl
     return run, own
 
 
-@pytest.mark.nightly
-def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path) -> None:
+def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_learner.use(monkeypatch)
     path = runs.write_small(tmp_path)
     run, own = run_of_own_parts(path, steps=1)
     first = run.start()
