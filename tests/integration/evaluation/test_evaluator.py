@@ -474,19 +474,12 @@ def test_dead_engine_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path)
 # The tests below use the model.
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of one update, evaluated before and after on 60 games."""
-    directory = tmp_path_factory.mktemp("trained")
-    overrides = ("run.eval_games=60", "run.learning_steps=1", "run.checkpoint_every=1", "run.num_eval_workers=0")
-    code, out, err = runs.run("run", runs.write_small(directory), *overrides)
-    assert code == 0, out + err
-    return runs.run_directory(directory)
-
-
 @pytest.mark.nightly
-def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
+def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
+    overrides = ("run.eval_games=60", "run.learning_steps=1", "run.checkpoint_every=1", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *overrides)
+    assert code == 0, out + err
+    trained, output = runs.run_directory(tmp_path), tmp_path / "out"
     models = ("base", trained / "checkpoints" / "latest")
     code, out, err = runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1")
     assert code == 0, out + err

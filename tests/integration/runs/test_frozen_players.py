@@ -101,29 +101,29 @@ def test_engine_that_serves_other_weights_for_a_frozen_player_ends_the_run(
 
 @pytest.mark.nightly
 def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    settings = (*sync_runs.SYNC, "run.learning_steps=4", "run.checkpoint_every=2", "run.eval_games=8")
+    settings = (*sync_runs.SYNC, *runs.SCRIPTED, "run.learning_steps=4", "run.checkpoint_every=2", "run.eval_games=8")
     settings += ("league.opponent_sampling_strategy={ mirror = 0.2, fixed = 0.8 }",)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     other = write_other_run(tmp_path / "other")
     names = (f"run:{other}/newest", f"run:{other}/best", "base")
     for directory in (whole, broken):
         directory.mkdir()
-    code, out, err = runs.run("run", write_config(whole, names[1], *names), *settings)
+    code, out, err = runs.run_torchless("run", write_config(whole, names[1], *names), *settings)
     assert code == 0, out + err
-    process = runs.start("run", write_config(broken, names[1], *names), *settings)
+    process = runs.start_torchless("run", write_config(broken, names[1], *names), *settings)
     runs.wait_for(lambda: runs.num_updates(broken) >= 3)
     process.send_signal(signal.SIGKILL)
     runs.finish(process)
     shutil.rmtree(other)
     ours, theirs = runs.run_directory(broken), runs.run_directory(whole)
-    code, out, err = runs.run("run", "--resume", ours)
+    code, out, err = runs.run_torchless("run", "--resume", ours)
     assert code == 0, out + err
     assert "after update 2" in out
     assert re.search(r"frozen player \S+/newest is \S+/ckpt-20", out)
     sync_runs.assert_equal(ours, theirs, {"ckpt-4"})
     copy = ours / "opponents" / slug(names[0]) / WEIGHTS
     copy.write_bytes(copy.read_bytes()[:-4] + b"\0\0\0\0")
-    code, _, err = runs.run("run", "--resume", ours, "run.learning_steps=5")
+    code, _, err = runs.run_torchless("run", "--resume", ours, "run.learning_steps=5")
     assert (code, "is damaged" in err) == (1, True), err
 
 
@@ -132,7 +132,7 @@ def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
     other = write_other_run(tmp_path / "other")
     best = f"run:{other}/best"
     config = write_config(tmp_path, best, best, "base")
-    process = runs.start("run", config, "run.learning_steps=6", "tracker.keep_tokens=true")
+    process = runs.start_torchless("run", config, *runs.SCRIPTED, "run.learning_steps=6", "tracker.keep_tokens=true")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
     (engine,) = (child for child in runs.children_of(process) if "unstable_lite.engines.worker" in child.cmdline())
     engine.kill()
