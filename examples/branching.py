@@ -27,7 +27,7 @@ from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.local_game import hang_guard
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 from unstable_lite.rng import derive_seed, digest_of, game_seed, restore, state_of
-from unstable_lite.types import BranchPoint, GameRecord, GameSpec, PastTurn
+from unstable_lite.types import ENV_LOST, BranchPoint, GameRecord, GameSpec, PastTurn
 
 GAMES = 64
 """Number of newest games that are kept for each env and its players who are not the policy."""
@@ -109,7 +109,7 @@ class Branching(unstable.samplers.UniformRandomEnvSampler):
                 self._games.setdefault(key_of(spec), deque(maxlen=GAMES)).append(Game(spec.seed, turns))
             return
         assert spec.group_idx is not None
-        if is_void:  # perhaps a state from before the run was resumed, which this process does not reach
+        if is_void and record.reason != ENV_LOST:  # perhaps a state that this process does not reach after a resume
             self._games.pop(key_of(spec), None)
         returns = self._returns.setdefault(spec.group_idx, [])
         returns.append(None if is_void else record.rewards[spec.start.pid])

@@ -74,6 +74,11 @@ def walks(directory: Path) -> dict[str, dict[str, list[str]]]:
 def test_turn_and_adapter_pass_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numpy_learner.use(monkeypatch)
     found = walks(tmp_path)
+    of_walk = {
+        walk: {function for functions in files.values() for function in functions} for walk, files in found.items()
+    }
+    assert {"run_game", "_complete", "StepBuffer.add_game"} <= of_walk["turn"], "a renamed mark is never met"
+    assert {"AdapterSync.sync", "AdapterTable.offer"} <= of_walk["adapter"], "a renamed mark is never met"
     assert len(found["turn"]) <= TURN, sorted(found["turn"])
     assert len(found["adapter"]) <= ADAPTER, sorted(found["adapter"])
 

@@ -256,7 +256,8 @@ async def collect_pairs(
 
     async def play(number: int) -> None:
         finished[number] = await runner.play(_game(config, number))
-        while (record := finished.pop(collected.games, None)) is not None:
+        # Games of tasks that end before the pool does are no longer taken.
+        while collected.pairs < config.sft.pairs and (record := finished.pop(collected.games, None)) is not None:
             for pair in _take(record, collected, config, is_spent=bool(seats.spent)):
                 keep(pair)
             show(collected)

@@ -66,7 +66,9 @@ BOTH, GREEDY = [line(2, 0, 0.5), line(2, 1, 0.5)], NIM | {"temperature": 0.0, "e
 @pytest.mark.parametrize(
     ("lines", "eval_envs"),
     [
-        pytest.param([line(1, 0, 0.9), line(1, 1, 0.0), *BOTH], (), id="highest mean over all envs"),
+        pytest.param(
+            [line(1, 0, 0.9), line(1, 1, 0.0), *BOTH, line(3, 0, 0.4), line(3, 1, 0.4)], (), id="highest mean over all"
+        ),
         pytest.param([*BOTH, line(3, 0, 1.0)], (), id="not evaluated on all envs"),
         pytest.param([*BOTH, *(line(3, env, 1.0, "concurrent") for env in (0, 1))], (), id="without a quota"),
         pytest.param([*BOTH, line(9, 0, 1.0), line(9, 1, 1.0)], (), id="not saved"),
@@ -75,7 +77,7 @@ BOTH, GREEDY = [line(2, 0, 0.5), line(2, 1, 0.5)], NIM | {"temperature": 0.0, "e
             [line(1, 0, 0.6), line(1, 2, 0.1), line(2, 0, 0.5), line(2, 2, 0.9)], (NIM, GREEDY), id="over all samplings"
         ),
         pytest.param(
-            [line(update, env, None, reward=-abs(update - 2)) for update in (1, 2) for env in (0, 1)],
+            [line(update, env, None, reward=-abs(update - 2)) for update in (1, 2, 3) for env in (0, 1)],
             (),
             id="by reward",
         ),

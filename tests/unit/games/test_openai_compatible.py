@@ -159,10 +159,10 @@ async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(
 ) -> None:
     server.answer = lambda _body: (status, body)
     endpoint = connect(max_retries=0)
-    for _ in range(FAILURES_BEFORE_PAUSE):
+    for number in range(1, FAILURES_BEFORE_PAUSE + 1):
         with pytest.raises(OpponentError, match="vendor/model:free") as caught:
             await endpoint.complete(MODEL, "hello")
-        assert caught.value.reason == reason
+        assert (caught.value.reason, endpoint.failures) == (reason, number * (reason == "opponent_failed"))
     assert (endpoint.failures == 0) == endpoint.can_play(MODEL) == (reason == "prompt_too_long")
 
 

@@ -375,3 +375,14 @@ def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
             registry.update_ratings({0: f"ckpt-{update}", 1: other}, {0: 1.0, 1: float(update % 2)}, "E")
     sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))
     assert (sizes[2] - sizes[1]) / 1000 < 105 + 3 * 20
+
+
+def test_results_of_pairs_survive_json():
+    before, after = make_registry("x"), make_registry("x")
+    before.add_policy("ckpt-1", 1, 1)
+    before.update_ratings({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: 0.0}, "E")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for registry in (before, after):
+        registry.update_ratings({0: "fixed-x", 1: "ckpt-1"}, {0: 1.0, 1: 0.0}, "E")
+    assert after.match_counts == before.match_counts
+    assert after.match_results == before.match_results == {("ckpt-1", "fixed-x"): (1, 0, 1)}

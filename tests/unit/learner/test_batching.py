@@ -88,6 +88,11 @@ def test_items_of_equal_length_are_not_padded():
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
 
 
+def test_items_share_no_row_if_dropout_differs_from_item_to_item():
+    (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
+    assert len(batch.tokens_BT) == 2
+
+
 def test_items_of_the_same_tokens_share_a_row():
     early, later = (replace(item(3, 2), forced=forced(at, 90)) for at in (1, 2))
     items = [item(3, 2), early, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]

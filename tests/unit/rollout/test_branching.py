@@ -36,7 +36,7 @@ from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner, new_record
 from unstable_lite.tracking.records import record_to_json
 from unstable_lite.tracking.tracker import Tracker
-from unstable_lite.types import GameRecord, GameSpec, Generation, PastTurn, Turn
+from unstable_lite.types import ENV_LOST, GameRecord, GameSpec, Generation, PastTurn, Turn
 
 NIM = "Nim-v0-train"
 PIG = "openspiel:pig(winscore=10,diceoutcomes=6)"
@@ -230,6 +230,16 @@ async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgot
             await played(spec, factory)
         scheduler.update(new_record(spec))
     assert not any(scheduler.next_train_group()[0].start for _ in range(20))
+
+
+async def test_game_lost_with_the_process_of_another_game_forgets_no_state() -> None:
+    _, scheduler = await play(config(NIM), 30)
+    group = next(group for group in iter(scheduler.next_train_group, None) if group[0].start is not None)
+    for spec in group:
+        record = new_record(spec)
+        record.reason = ENV_LOST
+        scheduler.update(record)
+    assert any(scheduler.next_train_group()[0].start for _ in range(20))
 
 
 async def test_state_of_an_env_that_is_played_in_another_way_is_not_used() -> None:

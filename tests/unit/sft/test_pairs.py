@@ -222,14 +222,15 @@ async def test_games_are_played_until_there_are_enough_pairs_of_winners() -> Non
     assert collected.games < 40
 
 
-async def test_pairs_depend_on_the_seed_and_not_on_concurrency() -> None:
-    given = sft_config(players=("base", "scripted:random"), filter=(), workers=1)
+@pytest.mark.parametrize("players", [("base", "scripted:random"), ("scripted:random",)])
+async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players: tuple[str, ...]) -> None:
+    given = sft_config(players=players, filter=(), workers=1)
     at_once = given.model_copy(update={"run": given.run.model_copy(update={"num_collection_workers": 16})})
     reseeded = given.model_copy(update={"run": given.run.model_copy(update={"seed": 1})})
-    one, _ = await collect(given, box_it)
-    many, _ = await collect(at_once, box_it)
+    one, counted = await collect(given, box_it)
+    many, counted_at_once = await collect(at_once, box_it)
     other, _ = await collect(reseeded, box_it)
-    assert one == many
+    assert one == many and counted == counted_at_once
     assert one != other
 
 
