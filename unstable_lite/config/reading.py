@@ -30,7 +30,7 @@ REMOVED = {
     "learner.start_timeout_s": "set engine.start_timeout_s, which is also the learner's",
     "learner.logits_chunk_tokens": "lower learner.max_tokens_per_micro_batch if memory is short",
     "learner.shard_base": "remove it; every rank holds the whole base, so take a smaller one or a larger GPU",
-    "branching": "remove it; examples/branching.py is an env sampler that does the same (docs/branching.md)",
+    "branching": "examples/branching.py is an env sampler that does the same (docs/branching.md)",
     "tracker.keep_train_data": "remove it; the files of train_data/ may be deleted when the run is over",
 }
 """Former keys, with what to write instead."""

@@ -233,7 +233,7 @@ async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgot
 
 
 async def test_game_lost_with_the_process_of_another_game_forgets_no_state() -> None:
-    _, scheduler = await play(config(NIM), 30)
+    _, scheduler = await play(config(NIM, num_actors=2), 30)
     group = next(group for group in iter(scheduler.next_train_group, None) if group[0].start is not None)
     for spec in group:
         record = new_record(spec)
