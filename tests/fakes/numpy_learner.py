@@ -157,7 +157,7 @@ class NumpyLearner:
 
 
 if __name__ == "__main__":
-    from unstable_lite.cli.app import main as command
+    from unstable_lite.__main__ import main as command
 
     use()
     command()

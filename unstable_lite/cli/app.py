@@ -211,8 +211,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters outside of its encoding become question marks
     for signum in end_signals():  # before a run or an evaluation handles them
-        if signal.getsignal(signum) is signal.SIG_DFL:
-            signal.signal(signum, _interrupt)
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else _interrupt)
     if not sys.flags.safe_path:
         sys.path.append("")  # a config may name modules of the working directory, as with `python -m`
     app()

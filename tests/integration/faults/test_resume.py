@@ -168,20 +168,36 @@ def test_interrupted_start_of_a_resume_ends_with_its_reason(copy: Path, signum: 
     runs.wait_for(lambda: runs.are_gone(children), 5)
 
 
+def wait_for_handlers(process: runs.subprocess.Popen[str]) -> None:
+    """Wait until the first lines of a command, which handle the signals, have run."""
+    status, caught = Path(f"/proc/{process.pid}/status"), 0
+    while not caught >> (signal.SIGUSR2 - 1) & 1:
+        caught = int(re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M)[0], 16)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_stop_of_a_command_that_still_imports_has_its_reason(tmp_path: Path, signum: int) -> None:
+    process = runs.start("check", runs.write_small(tmp_path))
+    wait_for_handlers(process)
+    process.send_signal(signum)
+    assert runs.finish(process, 60) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.timeout(600)
 def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path: Path, is_resumed: bool) -> None:
     signals = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2]
-    for moment in range(12):
+    for moment in range(8):
         if is_resumed:
             process = resume_with_an_open_evaluation(copy)
         else:
             (tmp_path / "fresh").mkdir(exist_ok=True)
             endless = (*runs.SCRIPTED, "run.learning_steps=10000")
             process = runs.start_torchless("run", runs.write_small(tmp_path / "fresh"), *endless)
+        wait_for_handlers(process)
         with contextlib.suppress(runs.subprocess.TimeoutExpired):
-            process.wait(1.5 + moment / 4)
+            process.wait(moment * 0.4)
         process.send_signal(signals[moment % 4])
         code, out, err = runs.finish(process, 90)
         # If Ctrl-C comes while the standard library runs generated code, Python ends by SIGINT itself.
