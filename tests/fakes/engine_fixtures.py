@@ -15,7 +15,6 @@ from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 @pytest.fixture
 def start_engine() -> Iterator[Callable[..., RemoteEngine]]:
-    """Yield a function that starts workers, which end with the test."""
     engines: list[RemoteEngine] = []
 
     def start(**engine: Any) -> RemoteEngine:

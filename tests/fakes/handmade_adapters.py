@@ -31,7 +31,6 @@ def small(seed: int = 0, is_zero: bool = False, rank: int = 4) -> Arrays:
 
 
 def write_run(directory: Path, config: Path, checkpoints: int) -> Path:
-    """Write the files of a run: its config and checkpoints."""
     for number in range(1, checkpoints + 1):
         write_adapter(directory / "checkpoints" / f"ckpt-{number}", small(number))
     (directory / "config.toml").write_text(config.read_text())

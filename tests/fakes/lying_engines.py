@@ -67,8 +67,8 @@ class HotterThanItSays(TransformersEngine):
         super().add_request(structs.replace(request, temperature=2 * request.temperature))
 
 
-class ServesBaseForSome(ServesBaseUnderTheRightName):
-    """Loads every adapter, and answers from the base for versions for which `lies_about` is true."""
+class ServesBaseForFrozenPlayers(ServesBaseUnderTheRightName):
+    """Loads every adapter, answers honestly for the run's own ones, and from the base for frozen players."""
 
     def load_adapter(self, version: int, path: Path) -> str:
         return TransformersEngine.load_adapter(self, version, path)
@@ -80,44 +80,12 @@ class ServesBaseForSome(ServesBaseUnderTheRightName):
         TransformersEngine.unload_adapter(self, version)
 
     def add_request(self, request: Generate) -> None:
-        version = request.adapter_version
-        self._asked[request.request_id] = version
-        TransformersEngine.add_request(
-            self, structs.replace(request, adapter_version=0 if self.lies_about(version) else version)
-        )
-
-    def lies_about(self, version: int) -> bool:
-        raise NotImplementedError
-
-
-class ServesBaseForWhatReturns(ServesBaseForSome):
-    """Answers honestly for new adapters, and from the base for returning ones."""
-
-    def lies_about(self, version: int) -> bool:
-        return version >= FIRST_RETURNED_VERSION
-
-
-class ServesBaseAfterItsDeath(ServesBaseForSome):
-    """Answers honestly until its death; its successor answers from the base."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self._is_honest = not spec.identity.endswith(".1")
-
-    def lies_about(self, version: int) -> bool:
-        return not self._is_honest
-
-
-class ServesBaseForFrozenPlayers(ServesBaseForSome):
-    """Answers honestly for the run's own adapters, and from the base for frozen players."""
-
-    def lies_about(self, version: int) -> bool:
-        return FIRST_FROZEN_VERSION <= version < FIRST_RETURNED_VERSION
+        self._asked[request.request_id] = version = request.adapter_version
+        is_frozen = FIRST_FROZEN_VERSION <= version < FIRST_RETURNED_VERSION
+        TransformersEngine.add_request(self, structs.replace(request, adapter_version=0 if is_frozen else version))
 
 
 class ReadsAnotherFrozenPlayer(TransformersEngine):
-    """Reads the file of the first frozen player for every one."""
-
     def load_adapter(self, version: int, path: Path) -> str:
         if version >= FIRST_FROZEN_VERSION:
             self._first = getattr(self, "_first", path)
@@ -135,8 +103,6 @@ class HotterWithAdapters(TransformersEngine):
 
 
 class ServesThePreviousVersion(TransformersEngine):
-    """Reads the file of the previous version."""
-
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._copies = Path(spec.config.run.output_dir) / "copies"

@@ -29,7 +29,6 @@ class NetworkXNoPath(Exception):
 
 
 def of_package(name: str) -> Exception:
-    """Return an exception that a module of that name defines."""
     return type("Refused", (Exception,), {"__module__": name})("refused")  # type: ignore[no-any-return]
 
 

@@ -18,14 +18,7 @@ import zmq
 from unstable_lite.config import Config
 from unstable_lite.engines.base import Engine
 from unstable_lite.transport.codec import decode, encode
-from unstable_lite.transport.messages import (
-    Generate,
-    Generated,
-    LoadAdapter,
-    Message,
-    Stop,
-    UnloadAdapter,
-)
+from unstable_lite.transport.messages import Generate, Generated, LoadAdapter, Message, Stop, UnloadAdapter
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation
 

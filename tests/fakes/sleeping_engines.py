@@ -71,8 +71,6 @@ class ForgetsInItsSleep(TransformersEngine):
 
 
 class DiesInItsSleep(KeepsADiary):
-    """Dies during its first sleep."""
-
     def sleep(self) -> None:
         super().sleep()
         if self._diary.read_text().count('"sleep"') == 1:

@@ -27,13 +27,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.learner import UpdateResult, distributed, load_learner, worker
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.transport.codec import decode, encode
-from unstable_lite.transport.messages import (
-    LoadLearner,
-    Message,
-    Stop,
-    Update,
-    Updated,
-)
+from unstable_lite.transport.messages import LoadLearner, Message, Stop, Update, Updated
 from unstable_lite.types import TrainItem
 
 TOO_MUCH = 1 << 60

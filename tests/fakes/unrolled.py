@@ -76,7 +76,6 @@ def policy_loss(
 
 
 def importance(logps: Sequence[float], behaviour: Sequence[float], t: int, config: Any) -> float:
-    """Return the importance weight of token `t`."""
     ratios = [math.exp(a - b) for a, b in zip(logps, behaviour, strict=True)]
     ratio = ratios[t]
     if config.importance_weight_level == "sequence":
@@ -133,7 +132,6 @@ def returns(items: Sequence[TrainItem], values: Sequence[float], gamma: float, g
 
 
 def mean_length(items: Sequence[TrainItem]) -> float:
-    """Return the mean number of tokens in a completion."""
     return sum(len(item.completion_ids) for item in items) / len(items)
 
 

@@ -45,7 +45,6 @@ class VLLMServer:
         }
 
     def start(self) -> None:
-        """Start the server and return when it is up."""
         with self.log.open("a") as output:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=output, stderr=output, start_new_session=True

@@ -18,7 +18,6 @@ WHOLE, LAST = 1, 4
 
 
 def agent_command(sweep: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    """Return the command that the agent of a sweep starts for one choice of values."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     arguments = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})

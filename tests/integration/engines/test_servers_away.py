@@ -19,6 +19,10 @@ from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 pytestmark = pytest.mark.nightly
 CONFIG = """
 model_name = "MODEL"
+learner = { batch_size = 12, canary_tolerance = TOLERANCE }
+lora = { lora_rank = 8 }
+alarms = { invalid_moves = { action = "off" } }
+train_envs = [{ env_id = "Nim-v0-train", num_players = 2, num_actors = 2, prompt_template = "tiny" }]
 [run]
 learning_steps = 100000
 num_collection_workers = 12
@@ -33,18 +37,6 @@ urls = ["FIRST", "SECOND"]
 adapter_folder = "FOLDER"
 max_generation_len = 16
 max_model_len = 512
-[learner]
-batch_size = 12
-canary_tolerance = TOLERANCE
-[lora]
-lora_rank = 8
-[alarms]
-invalid_moves = { action = "off" }
-[[train_envs]]
-env_id = "Nim-v0-train"
-num_players = 2
-num_actors = 2
-prompt_template = "tiny"
 """
 
 

@@ -64,7 +64,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 @pytest.fixture
 def output(played: Played, tmp_path: Path) -> Path:
-    """Return a copy of the output of `played`."""
     return Path(shutil.copytree(played[1], tmp_path / "copy"))
 
 
@@ -441,7 +440,6 @@ def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
 
 
 def start_long_evaluation(run: Path, output: Path) -> subprocess.Popen[str]:
-    """Start a long evaluation and return its process after 20 games."""
     overrides = [word for override in SCRIPTED for word in ("--set", override)]
     process = runs.start("eval", "base", run, "--output", output, "--games", "100000", *overrides)
     runs.wait_for(lambda: (output / "results.jsonl").exists() and len(lines(output)) > 20)

@@ -23,6 +23,9 @@ from unstable_lite.games.openspiel.game_tree import flatten, renormalised, unifo
 KUHN = "openspiel:kuhn_poker"
 CONFIG = """
 model_name = "builtin:tiny-games"
+engine = { temperature = 0.7, max_generation_len = 12 }
+learner = { dtype = "float32", batch_size = 32, learning_rate = 1e-2 }
+lora = { lora_rank = 4 }
 [run]
 learning_steps = 2
 num_collection_workers = 16
@@ -30,15 +33,6 @@ num_eval_workers = 0
 exact_every = 1
 output_dir = "OUTPUT"
 name = "exact"
-[engine]
-temperature = 0.7
-max_generation_len = 12
-[learner]
-dtype = "float32"
-batch_size = 32
-learning_rate = 1e-2
-[lora]
-lora_rank = 4
 [[train_envs]]
 env_id = "openspiel:kuhn_poker"
 num_players = 2

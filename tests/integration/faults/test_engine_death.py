@@ -161,28 +161,6 @@ async def test_engine_is_not_blamed_for_a_blocked_orchestrator(fleet: Fleet) -> 
     assert fleet.supervisors[0].restarts == 0
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("fleet", [{"run": {"max_restarts": 2}}], indirect=True)
-async def test_exceeding_restart_budget_ends_run_with_clear_error(fleet: Fleet) -> None:
-    (process,) = fleet.workers.processes
-
-    async def kill_for_ever() -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            if not process.channel.is_dead and psutil.pid_exists(process.pid):
-                os.kill(process.pid, signal.SIGKILL)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(fleet.supervisors[0].run())
-            tasks.create_task(kill_for_ever())
-            await fleet.evaluate(10**6)
-    death = caught.value.subgroup(WorkerDied)
-    assert death is not None
-    assert "engine-0 was killed by SIGKILL" in str(death.exceptions[0])
-    assert "run.max_restarts = 2" in str(death.exceptions[0])
-
-
 @pytest.mark.parametrize(
     ("fleet", "restarts", "reason"),
     [
@@ -194,7 +172,7 @@ async def test_exceeding_restart_budget_ends_run_with_clear_error(fleet: Fleet) 
         (
             {"engine": {"kind": "fakes.stuck_engines:RunsOutOfMemory"}, "run": {"max_restarts": 2}},
             2,
-            r"MemoryError(.|\n)*\(3 deaths within",
+            r"MemoryError(.|\n)*\(3 deaths within .*run\.max_restarts = 2",
         ),
     ],
     indirect=["fleet"],

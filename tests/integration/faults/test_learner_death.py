@@ -87,8 +87,6 @@ def batch(seed: int, num: int = 12) -> list[Step]:
 
 @dataclass
 class Learning:
-    """A supervised learner process."""
-
     client: LearnerClient
     process: WorkerProcess
     supervisor: Supervisor
@@ -115,7 +113,6 @@ class Learning:
 
 @asynccontextmanager
 async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks: int = 1) -> AsyncIterator[Learning]:
-    """Start a learner of `module` and its supervisor."""
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
     client = LearnerClient(router, config.learner)

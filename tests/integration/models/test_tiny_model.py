@@ -213,12 +213,7 @@ def answer(model: Any, tokenizer: Any, observation: str) -> str:
     """Return an answer sampled at temperature 1, with its stop token."""
     ids = tokenizer(make.tiny_prompt(observation), return_tensors="pt")["input_ids"]
     output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        max_new_tokens=16,
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16
     )
     text = tokenizer.decode(output[0, ids.shape[1] :])
     assert isinstance(text, str)

@@ -63,8 +63,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class Training:
-    """A run that trains until it is stopped."""
-
     def __init__(self, config: Config) -> None:
         self._run = Run(make_plan(config), terminal=TerminalInterface(quiet=True))
         self._task = asyncio.create_task(self._run.execute())
@@ -81,7 +79,6 @@ class Training:
         return loop
 
     async def end(self) -> Path:
-        """Stop it and return its directory."""
         self._run.stop()
         summary = await self._task
         loop = self._run.training

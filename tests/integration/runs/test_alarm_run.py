@@ -80,9 +80,7 @@ def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_run_without_steps_pauses_and_can_be_stopped(
-    tmp_path: Path,
-) -> None:
+def test_run_without_steps_pauses_and_can_be_stopped(tmp_path: Path) -> None:
     process = runs.start_torchless(
         "run",
         runs.write_small(tmp_path),

@@ -47,14 +47,8 @@ def test_keywords_set_the_same_keys_as_a_toml(tmp_path: Path) -> None:
     assert config.engine.temperature == 1.0
     assert config.learner.mini_batch_size == 2
     assert config.train_envs == (NIM,)
-
-
-def test_build_takes_the_aliases_of_the_reference() -> None:
     learner = unstable.build(train_envs=[NIM], gradient_checkpointing=False, use_trainer_cache=True).plan.config.learner
     assert not learner.activation_checkpointing
-
-
-def test_build_without_keywords_equals_a_toml_without_keys() -> None:
     run = unstable.build(train_envs=[NIM])
     assert run.plan.config == make_plan(Config.model_validate({"train_envs": [NIM]})).config
 
@@ -144,9 +138,11 @@ async def test_run_inside_an_event_loop_requires_block_false(tmp_path: Path, tor
     assert (await asyncio.to_thread(run.wait)).updates == 1
 
 
-def test_waiting_for_an_unstarted_run_is_refused(tmp_path: Path) -> None:
+def test_run_that_is_not_started_or_has_no_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"start\(block=False\)"):
         small(tmp_path).wait()
+    with pytest.raises(ConfigError, match="learning_steps"):
+        small(tmp_path).start(learning_steps=0)
 
 
 SCRIPT = """
@@ -190,8 +186,3 @@ def test_interrupted_background_run_saves(tmp_path: Path, end: str) -> None:
     assert code == 0, out + err
     assert list((runs.run_directory(tmp_path) / "checkpoints").glob("ckpt-*"))
     assert " made" in out or not end
-
-
-def test_start_refuses_impossible_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="learning_steps"):
-        small(tmp_path).start(learning_steps=0)

@@ -21,7 +21,6 @@ from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
-from unstable_lite.planning.defaults import active_checkpoints
 from unstable_lite.planning.plan import make_plan
 
 TINY = "builtin:tiny"
@@ -148,7 +147,6 @@ def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
 
 
 def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8, overrides: tuple[str, ...] = ()) -> unstable.Run:
-    """Return a run against checkpoints that are added by hand."""
     given = (f"engine.max_loras={max_loras}", "run.eval_games=0", "run.learning_steps=1")
     config, problems = read_config(runs.write_small(tmp_path), (*given, *overrides))
     assert config is not None, problems
@@ -168,17 +166,6 @@ def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path) -> None:
     games: list[dict[str, Any]] = list(read_records(summary.directory / "games.jsonl"))
     models = {agent["model"] for game in games if game["kind"] == "train" for agent in game["agents"]}
     assert "rival-0" in models and "fixed-scripted:random" not in models
-
-
-@pytest.mark.nightly
-def test_pool_of_a_run_leaves_slots_to_checkpoints_added_by_hand(tmp_path: Path) -> None:
-    adapters = [write_adapter(tmp_path / str(n), fitting(TINY, n), base=TINY) for n in range(3)]
-    run = hand_made(tmp_path, *adapters, overrides=("league.opponent_sampling_strategy=random", "run.learning_steps=6"))
-    run.start()
-    config, training = run.plan.config, run.training
-    assert training is not None
-    assert active_checkpoints(config) > active_checkpoints(config, 3) == 3
-    assert len(training.parts.registry.checkpoints()) == 3
 
 
 def test_unfit_checkpoints_added_by_hand_are_refused_before_the_workers_start(tmp_path: Path) -> None:

@@ -14,22 +14,14 @@ from unstable_lite.files import read_records
 
 CONFIG = """
 model_name = "builtin:tiny"
-[run]
-learning_steps = 1
-num_collection_workers = 8
-num_eval_workers = 0
-eval_games = 100
-output_dir = "OUTPUT"
+run = { learning_steps = 1, num_collection_workers = 8, num_eval_workers = 0, eval_games = 100, output_dir = "OUTPUT" }
+learner = { batch_size = 8 }
+league = { opponent_sampling_strategy = "fixed", fixed_opponents = ["scripted:random"] }
 [engine]
 kind = "scripted"
 replies = ['\\\\boxed{rock}', '\\\\boxed{paper}', '\\\\boxed{scissors}', 'none']
 max_generation_len = 40
 max_model_len = 560
-[learner]
-batch_size = 8
-[league]
-opponent_sampling_strategy = "fixed"
-fixed_opponents = ["scripted:random"]
 [[train_envs]]
 env_id = "IteratedRockPaperScissors-v0-train"
 num_players = 2

@@ -21,27 +21,11 @@ KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
 NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
 CONFIG = """
 model_name = "builtin:tiny"
-[run]
-learning_steps = 2
-num_collection_workers = 8
-num_eval_workers = 0
-eval_games = 20
-output_dir = "OUTPUT"
-[engine]
-kind = "transformers"
-temperature = 1.0
-max_generation_len = 12
-max_model_len = 512
-[learner]
-batch_size = 16
-activation_checkpointing = false
-[league]
-env_sampling_strategy = { weighted = { weights = { "openspiel:kuhn_poker" = 2 } } }
-[[train_envs]]
-env_id = "openspiel:kuhn_poker()"
-num_players = 2
-num_actors = 2
-prompt_template = "tiny"
+run = { learning_steps = 2, num_collection_workers = 8, num_eval_workers = 0, eval_games = 20, output_dir = "OUTPUT" }
+engine = { kind = "transformers", temperature = 1.0, max_generation_len = 12, max_model_len = 512 }
+learner = { batch_size = 16, activation_checkpointing = false }
+league = { env_sampling_strategy = { weighted = { weights = { "openspiel:kuhn_poker" = 2 } } } }
+train_envs = [{ env_id = "openspiel:kuhn_poker()", num_players = 2, num_actors = 2, prompt_template = "tiny" }]
 [[eval_envs]]
 env_id = "openspiel:kuhn_poker"
 num_players = 2
@@ -144,7 +128,7 @@ def test_config_with_bad_openspiel_envs_is_refused_with_every_reason(config: Pat
 
 
 def test_reward_scale_is_inherited_and_changes_rewards_only(config: Path) -> None:
-    config.write_text(config.read_text().replace("num_actors = 2", "num_actors = 2\nreward_scale = 0.25"))
+    config.write_text(config.read_text().replace("num_actors = 2", "num_actors = 2, reward_scale = 0.25"))
     found, problems = read_config(config, ())
     assert found is not None and not problems
     assert [env.reward_scale for env in found.eval_envs] == [0.25, None]

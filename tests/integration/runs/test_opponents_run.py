@@ -67,26 +67,12 @@ from unstable_lite.games.players import openai_compatible as players
 players.MAX_RETRIES, players.PAUSE_S, players.MAX_PAUSE_S, players.OUTAGE_S = 0, 0.1, 0.1, 1
 """
 CONFIG = """
-[run]
-learning_steps = 1
-num_collection_workers = 8
-num_eval_workers = 2
-output_dir = "OUTPUT/outputs"
-[engine]
-kind = "scripted"
-replies = ["\\\\boxed{0}", "\\\\boxed{4}", "\\\\boxed{8}"]
-[learner]
-batch_size = 8
-canary_tolerance = 1e9
-[opponents]
-base_url = "URL"
-[league]
-opponent_sampling_strategy = "fixed"
-fixed_opponents = ["vendor/model"]
-[[train_envs]]
-env_id = "TicTacToe-v0-train"
-num_players = 2
-num_actors = 1
+run = { learning_steps = 1, num_collection_workers = 8, num_eval_workers = 2, output_dir = "OUTPUT/outputs" }
+engine = { kind = "scripted", replies = ["\\\\boxed{0}", "\\\\boxed{4}", "\\\\boxed{8}"] }
+learner = { batch_size = 8, canary_tolerance = 1000000000.0 }
+opponents = { base_url = "URL" }
+league = { opponent_sampling_strategy = "fixed", fixed_opponents = ["vendor/model"] }
+train_envs = [{ env_id = "TicTacToe-v0-train", num_players = 2, num_actors = 1 }]
 """
 
 
