@@ -21,7 +21,6 @@ from unstable_lite.types import GameRecord, GameSpec, Turn
 
 
 def config(**sections: Any) -> Config:
-    """Return a config of two envs."""
     league = {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["x", "y"], **sections.pop("league", {})}
     envs = {"train_envs": [{"env_id": one, "num_players": 2, "num_actors": 1} for one in "AB"]}
     envs["eval_envs"] = [{"env_id": one, "num_players": 2, "fixed_opponent": "x"} for one in "AB"]

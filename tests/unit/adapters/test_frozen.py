@@ -48,9 +48,13 @@ def found(word: str) -> str:
     return find_adapter(f"run:{word}").path.name
 
 
-def test_names_of_frozen_players_differ_from_others() -> None:
+def test_names_of_frozen_players_differ_from_others_and_have_their_own_copies() -> None:
     assert all(map(is_frozen, ("base", "adapter:x", "run:x/best", "adapter:Capital")))
     assert not any(map(is_frozen, ("scripted:random", "my_module:MyPlayer", "vendor/model:free", "./base")))
+    names = ["run:a/b/best", "run:a-b/best", "adapter:a/b/best", "run:a/b/newest", f"run:{'x' * 300}/best"]
+    slugs = set(map(slug, names))
+    assert len(slugs) == len(names)
+    assert all(len(one) < 80 and "/" not in one for one in slugs)
 
 
 def test_newest_is_the_highest_number_and_kept_adapters_count(tmp_path: Path) -> None:
@@ -145,8 +149,11 @@ def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: P
     assert json.loads((kept.path / "opponent.json").read_text())["source"].endswith("ckpt-1")
 
 
-def test_damaged_copy_is_an_error(tmp_path: Path) -> None:
+def test_unfinished_copy_is_made_again_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
+    name = f"adapter:{adapter}"
+    (copies / f".{slug(name)}.unfinished").mkdir(parents=True)
+    assert keep_copy(name, copies).key == read_facts(adapter).key
     copy = keep_copy(f"adapter:{adapter}", copies).path
     content = bytearray((copy / WEIGHTS).read_bytes())
     content[-4] ^= 1
@@ -156,13 +163,6 @@ def test_damaged_copy_is_an_error(tmp_path: Path) -> None:
     (copy / WEIGHTS).unlink()
     with pytest.raises(AdapterError, match=str(copy)):
         keep_copy(f"adapter:{adapter}", copies)
-
-
-def test_unfinished_copy_is_made_again(tmp_path: Path) -> None:
-    adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
-    name = f"adapter:{adapter}"
-    (copies / f".{slug(name)}.unfinished").mkdir(parents=True)
-    assert keep_copy(name, copies).key == read_facts(adapter).key
 
 
 def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +210,3 @@ def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path: Path, monke
     with pytest.raises(AdapterError, match=rf"^{adapter}/\S+ cannot be read: .*No such file"):
         keep_copy(f"adapter:{adapter}", copies)
     assert not copies.exists()
-
-
-def test_different_names_have_different_copies() -> None:
-    names = ["run:a/b/best", "run:a-b/best", "adapter:a/b/best", "run:a/b/newest", f"run:{'x' * 300}/best"]
-    slugs = set(map(slug, names))
-    assert len(slugs) == len(names)
-    assert all(len(one) < 80 and "/" not in one for one in slugs)

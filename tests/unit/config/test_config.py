@@ -142,14 +142,11 @@ def test_critic_with_a_game_changing_baseline_gets_a_warning() -> None:
     assert warnings("reinforce", 0.9, final | sampling) == []
 
 
-def test_critic_algorithms_pay_no_step_rewards_by_default() -> None:
+def test_step_rewards_follow_the_algorithm_unless_they_are_given() -> None:
     for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
         plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm}))
         steps = [entry.model_dump() for entry in plan.config.rewards.step_reward_transformation or ()]
         assert max(step.get("reward", 0.0) for step in steps) == largest
-
-
-def test_explicit_transformation_wins() -> None:
     rewards = {"sampling_reward_transformation": ["NormalizeRewards"], "step_reward_transformation": []}
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": "a2c", "rewards": rewards}))
     assert names_of(plan.config.rewards.sampling_reward_transformation) == ["NormalizeRewards"]
@@ -161,11 +158,6 @@ def test_none_values_are_left_out_of_nested_tables() -> None:
     config = Config.model_validate({"train_envs": [ENV], "rewards": {"step_reward_transformation": transforms}})
     again = tomllib.loads(to_toml(config.model_dump(mode="json")))["rewards"]["step_reward_transformation"]
     assert again == ["RewardForFormat", {"name": "mine:Transform", "inner": {"y": 1}}]
-
-
-def test_config_survives_the_way_to_a_worker() -> None:
-    config = Config.model_validate({"train_envs": [ENV], "eval_envs": [EVAL_ENV]})
-    assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_partial_alarm_section_keeps_the_other_defaults() -> None:
@@ -251,10 +243,22 @@ def test_truncated_model_or_tokenizer_config_is_reported(tmp_path: Path, content
     )
 
 
-def test_warm_start_paths_become_absolute() -> None:
+def test_paths_become_absolute_and_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     lora = LoraConfig.model_validate({"initial_lora_path": "warm_start", "initial_critic_path": "/a/critic"})
     assert lora.initial_lora_path == Path.cwd() / "warm_start"
     assert lora.initial_critic_path == Path("/a/critic")
+    monkeypatch.setenv("HOME", "/home/someone")
+    given: dict[str, Any] = {
+        "run": {"output_dir": "~/runs"},
+        "lora": {"initial_lora_path": "~/warm"},
+        "train_envs": [ENV],
+    }
+    config, problems = parse_config(given)
+    assert config is not None and not problems
+    assert config.run.output_dir == Path("/home/someone/runs")
+    assert config.lora.initial_lora_path == Path("/home/someone/warm")
+    _, problems = parse_config({**given, "run": {"output_dir": "~no-such-user/runs"}})
+    assert len(problems) == 1 and "run.output_dir" in problems[0]
 
 
 def test_no_number_of_a_config_may_be_infinite() -> None:
@@ -290,21 +294,6 @@ def test_named_opponent_is_refused_without_its_key(monkeypatch: pytest.MonkeyPat
     assert problems_of(**sections) == []
 
 
-def test_paths_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    given: dict[str, Any] = {
-        "run": {"output_dir": "~/runs"},
-        "lora": {"initial_lora_path": "~/warm"},
-        "train_envs": [ENV],
-    }
-    config, problems = parse_config(given)
-    assert config is not None and not problems
-    assert config.run.output_dir == Path("/home/someone/runs")
-    assert config.lora.initial_lora_path == Path("/home/someone/warm")
-    _, problems = parse_config({**given, "run": {"output_dir": "~no-such-user/runs"}})
-    assert len(problems) == 1 and "run.output_dir" in problems[0]
-
-
 def test_config_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
@@ -315,13 +304,10 @@ def test_config_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert config is not None and config.algorithm == "ppo"
 
 
-@pytest.mark.parametrize(("text", "says"), [("model_name = ", "not TOML"), ("\x00", "not TOML"), ("", "'train_envs'")])
-def test_malformed_file_gives_one_clear_message(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load_plan(written(tmp_path, text))
-
-
-def test_missing_file_or_directory_is_named(tmp_path: Path) -> None:
+def test_malformed_or_missing_file_gives_one_clear_message(tmp_path: Path) -> None:
+    for text, says in (("model_name = ", "not TOML"), ("\x00", "not TOML"), ("", "'train_envs'")):
+        with pytest.raises(ConfigError, match=says):
+            load_plan(written(tmp_path, text))
     for path in (tmp_path / "absent.toml", tmp_path):
         with pytest.raises(ConfigError, match=str(path)):
             load_plan(path)

@@ -66,10 +66,24 @@ def test_id_without_a_path_is_refused(text: str) -> None:
     assert problems[0].startswith("eval_envs.0.env_id") and ("write" in problems[0] or "Write" in problems[0])
 
 
-def test_names_of_files_and_tags_have_no_directory() -> None:
+def test_names_of_files_tags_and_runs_have_no_directory(tmp_path: Path) -> None:
     assert slug("questions:/home/me/AIME 2024.jsonl") == "questions-AIME-2024"
     assert with_slugs("evaluation-questions:/a b/c.jsonl (none, greedy)/n") == "evaluation-questions-c (none, greedy)/n"
     assert with_slugs("collection-questions:/a/b.jsonl/reward") == "collection-questions-b/reward"
+    assert slug(SPIEL_NIM) == "openspiel-nim-is_misere-False-pile_sizes-3-4-5"
+    assert slug("openspiel:goofspiel(num_turns=-1)") != slug("openspiel:goofspiel(num_turns=1)")
+    assert slug("Nim-v0-train") == "Nim-v0-train"
+    assert (
+        with_slugs(f"evaluation-{SPIEL_NIM} (scripted:random)/Points")
+        == f"evaluation-{slug(SPIEL_NIM)} (scripted:random)/Points"
+    )
+    assert with_slugs("evaluation-openspiel:kuhn_poker (scripted:cfr)/n") == (
+        "evaluation-openspiel-kuhn_poker (scripted:cfr)/n"
+    )
+    assert with_slugs("learner/loss") == "learner/loss"
+    env_id = f"questions:{write(tmp_path / 'set.jsonl')}"
+    config = Config.model_validate({"train_envs": [{"env_id": env_id, "num_players": 1, "num_actors": 1}]})
+    assert default_run_name(config) == "unstable-lite-builtin-tiny-questions-set"
 
 
 def test_files_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -87,8 +101,7 @@ def test_check_names_a_bad_file_and_reward_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("games", "says"),
-    [(2, "2 games of an evaluation ask the first 2"), (7, "7 games of an evaluation ask all")],
+    ("games", "says"), [(2, "2 games of an evaluation ask the first 2"), (7, "7 games of an evaluation ask all")]
 )
 def test_check_says_how_many_questions_an_evaluation_asks(tmp_path: Path, games: int, says: str) -> None:
     path = write(tmp_path / "set.jsonl")
@@ -101,10 +114,7 @@ def test_evaluations_of_a_run_ask_in_the_order_of_the_file(tmp_path: Path) -> No
     registry = ModelRegistry()
     registry.add_policy("ckpt-1", 1, 1)
     (env,) = config.eval_envs
-    scheduler = GameScheduler(
-        build_model_sampler(config, registry, random.Random(0)),
-        build_env_sampler(config),
-    )
+    scheduler = GameScheduler(build_model_sampler(config, registry, random.Random(0)), build_env_sampler(config))
 
     def question(number: int | None) -> str:
         spec = scheduler.next_eval_job(env, number=number)
@@ -173,12 +183,6 @@ def test_probes_leave_questions_out(tmp_path: Path) -> None:
         with_positions(cells[:1], said.append)
 
 
-def test_name_of_a_run_has_no_directory(tmp_path: Path) -> None:
-    env_id = f"questions:{write(tmp_path / 'set.jsonl')}"
-    config = Config.model_validate({"train_envs": [{"env_id": env_id, "num_players": 1, "num_actors": 1}]})
-    assert default_run_name(config) == "unstable-lite-builtin-tiny-questions-set"
-
-
 SPIEL_NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
 
 
@@ -217,20 +221,3 @@ def test_id_that_cannot_be_parsed_says_why(written: str, says: str) -> None:
     with pytest.raises(ValueError, match="openspiel") as caught:
         canonical_env_id(written)
     assert says in str(caught.value)
-
-
-def test_slug_has_only_characters_for_files_and_tags() -> None:
-    assert slug(SPIEL_NIM) == "openspiel-nim-is_misere-False-pile_sizes-3-4-5"
-    assert slug("openspiel:goofspiel(num_turns=-1)") != slug("openspiel:goofspiel(num_turns=1)")
-    assert slug("Nim-v0-train") == "Nim-v0-train"
-
-
-def test_metric_names_get_slugs_and_keep_the_opponent() -> None:
-    assert (
-        with_slugs(f"evaluation-{SPIEL_NIM} (scripted:random)/Points")
-        == f"evaluation-{slug(SPIEL_NIM)} (scripted:random)/Points"
-    )
-    assert with_slugs("evaluation-openspiel:kuhn_poker (scripted:cfr)/n") == (
-        "evaluation-openspiel-kuhn_poker (scripted:cfr)/n"
-    )
-    assert with_slugs("learner/loss") == "learner/loss"

@@ -139,10 +139,7 @@ def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch: pytest.Mo
         (lambda: unstable.Collector(vllm_config={}), "Collector: missing a required argument: 'tracker'"),
         (lambda: unstable.REINFORCELearner(model_name="a", grad_clip=0.2), "Learner: missing .*: 'lora_cfg'"),
         (lambda: unstable.TrainEnvSpec("E", 2, 1, "x"), r"'E', num_players=2, num_actors=1, prompt_template='x'\)"),
-        (
-            lambda: unstable.EvalEnvSpec("E", 2, "x", fixed_opponent="base"),
-            "'x', fixed_opponent='base'",
-        ),
+        (lambda: unstable.EvalEnvSpec("E", 2, "x", fixed_opponent="base"), "'x', fixed_opponent='base'"),
     ],
 )
 def test_wrong_call_of_the_script_is_refused_with_the_reason(make: Any, message: str) -> None:

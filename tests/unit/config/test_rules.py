@@ -112,10 +112,7 @@ REFUSED = [
     (f"{TURN}{DEALS}run.group_size = 2", f"{NEWER} = 2"),
     (f'{TURN}algorithm = "a2c"', "league.adapter_policy = 'turn': a2c learns from episodes"),
     (f'{TURN}algorithm = "ppo"', "league.adapter_policy = 'turn': ppo learns from episodes"),
-    (
-        f'{TURN}{CUSTOM}buffer.kind = "episodes"',
-        "TakesItsTime learns from episodes, which must be",
-    ),
+    (f'{TURN}{CUSTOM}buffer.kind = "episodes"', "TakesItsTime learns from episodes, which must be"),
     ("learner.options = {clip_high = 0.28}", "learner.options"),
     ('algorithm = "ppo"; learner.ppo_minibatches = 500', "ppo_minibatches"),
     (f"{WARMUP} = 200", f"{WARMUP} = 200: the run ends after"),

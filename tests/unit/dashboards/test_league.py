@@ -87,7 +87,7 @@ def test_many_fixed_opponents_leave_half_of_the_room_to_checkpoints() -> None:
     assert len(few) == 11
 
 
-def test_strongest_checkpoint_is_one_whose_rating_is_known() -> None:
+def test_strongest_checkpoint_has_a_known_rating_and_was_not_added_by_hand() -> None:
     ladder = [
         Standing(OPTIMAL, 50.0, 1.0, 9),
         Standing("ckpt-3", 31.0, 8.0, 1),
@@ -97,9 +97,6 @@ def test_strongest_checkpoint_is_one_whose_rating_is_known() -> None:
     games = Counter({OPTIMAL: 9, "ckpt-3": 1, "ckpt-1": 90})
     assert find_strongest(ladder, games) == "ckpt-1"
     assert find_strongest(ladder, Counter()) is None
-
-
-def test_model_added_by_hand_counts_as_a_fixed_opponent() -> None:
     ladder = standings("rival", "initial", "ckpt-1", "ckpt-2", current="ckpt-2")
     games = Counter({"rival": 1, "initial": 5, "ckpt-1": 9, "ckpt-2": 1})
     assert [standing.uid for standing in choose(ladder, games, 4)] == ["rival", "initial", "ckpt-1", "ckpt-2"]
@@ -127,7 +124,7 @@ def test_only_models_that_met_another_and_the_current_policy_are_rated() -> None
 THREE = (("ckpt-60", RANDOM, 90, 0, 10), ("ckpt-60", "base", 3, 2, 1), ("base", OPTIMAL, 0, 1, 49))
 
 
-def test_cells_have_points_and_games_and_are_empty_without_games() -> None:
+def test_cells_have_points_and_games_coloured_if_chance_does_not_explain_them() -> None:
     lines = drawn(league_of(*THREE))
     assert "ladder: 4 of 4 rated models" in lines[0]
     head = lines[1]
@@ -141,20 +138,19 @@ def test_cells_have_points_and_games_and_are_empty_without_games() -> None:
         ["33% 6", "", "·", "1% 50"],
         ["", "", "99% 50", "·"],
     ]
-
-
-def test_points_that_chance_does_not_explain_are_coloured() -> None:
     text = "\n".join(drawn(league_of(*THREE), styles=True))
     for share, colour in (("90%", "32"), ("10%", "31"), ("1%", "31"), ("99%", "32")):
         assert f"\x1b[{colour}m{share}" in text, share
     assert not re.search(r"\x1b\[3[12]m(67|33)%", text)  # 6 games
 
 
-def test_result_that_was_not_recorded_is_not_invented() -> None:
+def test_result_that_was_not_recorded_is_not_invented_and_none_is_named() -> None:
     league = League()
     models = {uid: [25.0, 1.0, 9, True, False] for uid in ("base", RANDOM)}
     league.add(models, [["base", RANDOM, 9]])  # as earlier versions wrote it
     assert sum("? 9" in line for line in drawn(league)) == 2
+    league = League()
+    assert any("no games between different models yet" in line for line in drawn(league))
 
 
 @pytest.mark.parametrize("width", range(40, 140, 14))
@@ -178,8 +174,3 @@ def test_base_as_a_fixed_opponent_keeps_a_name_of_its_own() -> None:
         "scripted:random",
         "ckpt-1",
     ]
-
-
-def test_league_without_games_says_so() -> None:
-    league = League()
-    assert any("no games between different models yet" in line for line in drawn(league))

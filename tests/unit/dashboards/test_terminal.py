@@ -31,7 +31,6 @@ def written(terminal: TerminalInterface) -> str:
 
 
 def screen(terminal: TerminalInterface) -> str:
-    """Return the final screen as a person sees it."""
     shown = pyte.Screen(90, 24)
     pyte.Stream(shown).feed(written(terminal).replace("\n", "\r\n"))
     return "\n".join(line.rstrip() for line in shown.display if line.strip())

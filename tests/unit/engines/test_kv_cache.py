@@ -66,29 +66,10 @@ def test_longest_common_prefix_is_reused(cache: KVCache) -> None:
     assert run(cache, "rules; pass") == len("rules; pass") - 1
 
 
-def test_versions_share_no_prefix(cache: KVCache) -> None:
+def test_versions_share_no_prefix_and_a_forgotten_one_serves_none(cache: KVCache) -> None:
     run(cache, "same words", version=1)
     assert run(cache, "same words", version=2) == 0
     assert run(cache, "same words", version=0) == 0
-
-
-def test_kept_prefixes_outlive_the_slots_of_running_requests() -> None:
-    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=6)
-    games = [f"{game} of many games" for game in "abcde"]
-    for game in games:
-        run(cache, game)
-    assert [run(cache, game + "!") for game in games] == [len(games[0])] * 5
-
-
-def test_least_recently_used_prefix_is_evicted_first() -> None:
-    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
-    for game in ("aaaa", "bbbb", "aaaa", "cccc", "x"):
-        run(cache, game)
-    assert cache.find(tokens("bbbb"), 0).length == 0
-    assert cache.find(tokens("cccc"), 0).length == 4
-
-
-def test_forgotten_version_serves_no_prefix(cache: KVCache) -> None:
     run(cache, "old words", version=1)
     run(cache, "old words", version=2)
     cache.forget(1)
@@ -96,15 +77,29 @@ def test_forgotten_version_serves_no_prefix(cache: KVCache) -> None:
     assert run(cache, "old words", version=2) == len("old words") - 1
 
 
-def test_cleared_cache_serves_no_prefix(cache: KVCache) -> None:
+def test_kept_prefixes_outlive_requests_grow_and_leave_in_order_of_use() -> None:
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=6)
+    games = [f"{game} of many games" for game in "abcde"]
+    for game in games:
+        run(cache, game)
+    assert [run(cache, game + "!") for game in games] == [len(games[0])] * 5
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
+    for game in ("aaaa", "bbbb", "aaaa", "cccc", "x"):
+        run(cache, game)
+    assert cache.find(tokens("bbbb"), 0).length == 0
+    assert cache.find(tokens("cccc"), 0).length == 4
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
+    for game in ("turn 1", "turn 1, turn 2", "another"):
+        run(cache, game)
+    assert run(cache, "turn 1, turn 2, turn 3") == len("turn 1, turn 2")
+
+
+def test_cleared_or_released_cache_serves_no_prefix(cache: KVCache) -> None:
     run(cache, "a game", version=1)
     run(cache, "a game", version=2)
     cache.clear()
     assert cache.find(tokens("a game"), 1).length == cache.find(tokens("a game"), 2).length == 0
     assert run(cache, "a game", version=1) == 0
-
-
-def test_released_cache_holds_no_memory_and_no_prefix(cache: KVCache) -> None:
     run(cache, "a game")
     held = weakref.ref(cache.key_LSHTD), weakref.ref(cache.value_LSHTD)
     cache.release()
@@ -129,13 +124,6 @@ def test_random_requests_never_get_the_tokens_of_another() -> None:
         run(cache, "".join(rng.choice(list("ab"), rng.integers(1, 30))), version=int(rng.integers(3)))
 
 
-def test_kept_sequence_is_extended_to_its_new_end() -> None:
-    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
-    for game in ("turn 1", "turn 1, turn 2", "another"):
-        run(cache, game)
-    assert run(cache, "turn 1, turn 2, turn 3") == len("turn 1, turn 2")
-
-
 ULP = 2.0**-24
 
 
@@ -157,14 +145,11 @@ def drawn(seed: int | None, **spec: Any) -> list[list[int]]:
     return [generation.completion_ids.tolist() for generation in finish(engine)]
 
 
-def test_default_seed_follows_run_seed_and_engine_name_until_a_restart() -> None:
+def test_default_seed_changes_with_a_restart_and_an_explicit_one_does_not() -> None:
     first = drawn(None)
     assert drawn(None) == first != drawn(None, name="engine-1")
     again = drawn(None, is_restart=True)
     assert first != again != drawn(None, is_restart=True)
-
-
-def test_explicit_seed_draws_the_same_after_a_restart() -> None:
     assert drawn(7) == drawn(7, is_restart=True)
 
 

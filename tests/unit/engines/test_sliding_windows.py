@@ -116,16 +116,12 @@ def test_engine_and_learner_agree_beyond_the_window(serve: Serve, served_model: 
 SHAPE = CacheShape(num_layers=2, num_heads=1, key_width=4, value_width=4, dtype=torch.float32, device=CPU)
 
 
-def test_windowed_layers_read_no_keys_before_the_window() -> None:
+def test_windowed_layers_read_no_keys_before_the_window_and_cost_nothing_until_it_is_full() -> None:
     attention = CachedAttention(KVCache(SHAPE, 64, 4, 0), [WINDOW, 64])
     attention.plan(np.array([0, 1]), np.array([1, 1]), np.array([40, 50]))
     ((bucket,), _) = attention._buckets
     assert bucket.keys[WINDOW].positions == slice(40 - WINDOW + 1, 51)
     assert bucket.keys[64].positions == slice(0, 51)
-
-
-def test_windows_cost_nothing_before_they_are_full() -> None:
-    attention = CachedAttention(KVCache(SHAPE, 64, 4, 0), [WINDOW, 64])
     attention.plan(np.array([0]), np.array([WINDOW]), np.arange(WINDOW))
     ((bucket,), _) = attention._buckets
     assert bucket.keys[WINDOW] is bucket.keys[64]

@@ -194,15 +194,12 @@ def test_token_without_a_row_fails_its_request_alone(token_id: int, model_dir: P
     assert len(generate(engine, 0)) == 1
 
 
-def test_too_little_memory_for_one_sequence_is_refused_with_sizes(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match=r"kv_cache_gb = 0\.0001.*max_model_len"):
-        load(model_dir, max_model_len=1024, kv_cache_gb=0.0001)
-
-
-def test_memory_for_one_sequence_serves_requests_one_by_one(model_dir: Path) -> None:
+def test_memory_for_one_sequence_serves_one_by_one_and_less_is_refused_with_sizes(model_dir: Path) -> None:
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
     assert engine.info["parallel_seq"] == 1
     assert len(generate(engine, 0, 0, 0)) == 3
+    with pytest.raises(ModelError, match=r"kv_cache_gb = 0\.0001.*max_model_len"):
+        load(model_dir, max_model_len=1024, kv_cache_gb=0.0001)
 
 
 @pytest.mark.parametrize(("kv_cache_gb", "fewest"), [(0.0011, 1), (0.01, 8), (0.05, 40)])

@@ -48,25 +48,19 @@ def test_gpu_step_budget_equals_that_of_vllms_offline_engine(
     assert arguments(gib=gib, max_model_len=max_model_len)["max_num_batched_tokens"] == tokens
 
 
-def test_graphs_cover_steps_that_hold_prompts(arguments: Any) -> None:
+def test_graphs_cover_prompts_lora_the_adapted_modules_and_options_take_precedence(arguments: Any) -> None:
     assert max(arguments()["cudagraph_capture_sizes"]) == 2048
     assert "cudagraph_capture_sizes" not in arguments(options={"enforce_eager": True})
     assert "cudagraph_capture_sizes" not in arguments(device="cpu")
-
-
-def test_lora_covers_only_the_adapted_modules(arguments: Any) -> None:
     assert "lm_head" not in arguments()["lora_target_modules"]
     assert arguments()["lora_target_modules"] == list(engine_spec().config.lora.target_modules)
+    assert arguments(options={"max_num_batched_tokens": 4096})["max_num_batched_tokens"] == 4096
 
 
 def test_each_argument_is_decided_by_a_key_or_free_for_options(arguments: Any) -> None:
     free = {"max_num_batched_tokens", "cudagraph_capture_sizes", "enable_chunked_prefill", "enable_flashinfer_autotune"}
     free.add("enforce_eager")
     assert {*arguments(), *arguments(device="cpu")} == {*DECIDED, *free}
-
-
-def test_options_take_precedence(arguments: Any) -> None:
-    assert arguments(options={"max_num_batched_tokens": 4096})["max_num_batched_tokens"] == 4096
 
 
 @pytest.mark.vllm

@@ -109,10 +109,7 @@ def test_cell_is_identified_by_contents_not_by_names() -> None:
             ),
             ("digest 1", "scripted:random", DICE.env_id, 3, "tiny", "max_turns=9, observation=first-last"),
         ),
-        (
-            Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN),
-            ("base", "none", FROZEN.env_id, 1, "default", ""),
-        ),
+        (Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN), ("base", "none", FROZEN.env_id, 1, "default", "")),
     ],
 )
 def test_cell_key_contains_how_the_cell_is_played(cell: Cell, key: tuple[Any, ...]) -> None:

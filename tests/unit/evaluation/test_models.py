@@ -37,27 +37,20 @@ def test_run_stands_for_all_its_checkpoints_in_numeric_order(run: Path) -> None:
     assert [model.is_fixed for model in models[-2:]] == [True, True]
 
 
-def test_same_weights_under_two_names_are_one_model(run: Path) -> None:
+def test_models_are_the_same_if_their_weights_and_scales_are(run: Path, tmp_path: Path) -> None:
     latest = run / "checkpoints" / "latest"
     latest.symlink_to("ckpt-11")
     assert len(find_models([str(run), str(latest), str(run / "checkpoints" / "ckpt-3")])) == 11
-
-
-def test_same_matrices_with_another_scale_are_another_model(tmp_path: Path) -> None:
     scales: dict[str, dict[str, object]] = {"a": {}, "b": {"lora_alpha": 16}, "c": {"use_rslora": True}}
     paths = [str(write_adapter(tmp_path / name, small(), **scale)) for name, scale in scales.items()]
     assert len(find_models(paths)) == 3
 
 
-def test_checkpoints_of_two_runs_get_the_names_of_their_runs(run: Path, tmp_path: Path) -> None:
+def test_models_of_one_name_are_distinguished_by_their_runs(run: Path, tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
     names = [model.name for model in find_models([str(run / "checkpoints" / "ckpt-1"), str(other)])]
     assert names == ["run/ckpt-1", "other/ckpt-1"]
-
-
-def test_models_and_opponents_of_one_name_are_distinguished(run: Path, tmp_path: Path) -> None:
     first, second = (str(run / "checkpoints" / f"ckpt-{number}") for number in (1, 2))
-    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
     copy = write_adapter(tmp_path / "copy", small(2))
     models, opponents = find_sides([first, second], [str(other), str(copy), "base"])
     assert [model.name for model in models] == ["run/ckpt-1", "ckpt-2"]

@@ -233,10 +233,12 @@ def test_eval_env_played_with_other_arguments_is_named() -> None:
     assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
 
 
-def test_eval_env_inherits_arguments_and_allowance() -> None:
+def test_eval_env_inherits_arguments_and_a_spec_is_made_of_anothers_values() -> None:
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
     assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
     assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
+    (spec,) = config_of(env_kwargs={"piles": [1, 1]}).train_envs
+    assert TrainEnvSpec(**vars(spec)) == spec
 
 
 def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
@@ -267,7 +269,7 @@ async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) ->
     assert asked == [Sampling(temperature=0, top_p=0.5), None]
 
 
-def test_sampling_of_an_env_without_opponents_is_named() -> None:
+def test_titles_name_the_sampling_and_no_opponent_if_there_is_none() -> None:
     alone = {"env_id": "TowerOfHanoi-v0-train", "num_players": 1}
     shown = []
     for keys in ({"temperature": 0}, {}):
@@ -277,14 +279,6 @@ def test_sampling_of_an_env_without_opponents_is_named() -> None:
         shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
     assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
     assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
-
-
-def test_titles_name_no_opponent_if_there_is_none() -> None:
     opponents = ("none", "none, greedy", "scripted:random, greedy", "nonesuch/model")
     ends = ("", ", greedy", " against scripted:random, greedy", " against nonesuch/model")
     assert tuple(map(against, opponents)) == ends
-
-
-def test_spec_is_made_of_the_values_of_another() -> None:
-    (spec,) = config_of(env_kwargs={"piles": [1, 1]}).train_envs
-    assert TrainEnvSpec(**vars(spec)) == spec

@@ -34,7 +34,6 @@ def random_policy(tree: GameTree, seed: int = 0, rest: float = 0.0) -> Policy:
 
 
 def expected(name: str, tree: GameTree, policy: Policy) -> float:
-    """Return OpenSpiel's exploitability of the policy."""
     from open_spiel.python import policy as policies
     from open_spiel.python.algorithms import exploitability
 
@@ -107,7 +106,7 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
         assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
 
 
-def test_average_policy_is_uniform_in_states_that_none_of_its_policies_reaches() -> None:
+def test_average_policy_is_uniform_if_none_arrives_and_refused_for_shared_positions() -> None:
     tree = flatten("openspiel:kuhn_poker")
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
     mean = average(tree, [always_first, always_first])
@@ -116,9 +115,6 @@ def test_average_policy_is_uniform_in_states_that_none_of_its_policies_reaches()
     always_bet = [np.eye(len(state.actions))[1] for state in tree.states]
     mean = average(tree, [always_bet, always_bet])
     assert sum(bool(np.allclose(each, 0.5)) for each in mean) == 3, "after a pass, which seat 0 never makes"
-
-
-def test_average_of_shared_positions_is_refused() -> None:
     tree = flatten(NIM)
     with pytest.raises(ValueError, match="share a position"):
         average(tree, [uniform(tree)])

@@ -166,13 +166,7 @@ async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(
     assert (endpoint.failures == 0) == endpoint.can_play(MODEL) == (reason == "prompt_too_long")
 
 
-async def test_late_answer_is_an_error(server: Server, connect: Connect) -> None:
-    server.answer = lambda _body: time.sleep(1) or chat_reply("late")
-    with pytest.raises(OpponentError, match="APITimeoutError"):
-        await connect(timeout_s=0.1).complete(MODEL, "hello")
-
-
-async def test_dripping_answer_times_out_on_each_attempt(server: Server, connect: Connect) -> None:
+async def test_late_or_dripping_answer_times_out_on_each_attempt(server: Server, connect: Connect) -> None:
     server.drip_s = 0.05
     endpoint = connect(timeout_s=0.3, max_retries=1)
     with pytest.raises(OpponentError, match="APITimeoutError"):
@@ -180,6 +174,9 @@ async def test_dripping_answer_times_out_on_each_attempt(server: Server, connect
     assert len(server.bodies) == 2
     server.drip_s = None
     assert (await endpoint.complete(MODEL, "hello")).text == "\\boxed{4}"
+    server.answer = lambda _body: time.sleep(1) or chat_reply("late")
+    with pytest.raises(OpponentError, match="APITimeoutError"):
+        await connect(timeout_s=0.1).complete(MODEL, "hello")
 
 
 ENDLESS = b" " * 2 * MAX_ANSWER_BYTES

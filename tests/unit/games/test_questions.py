@@ -174,7 +174,6 @@ def env_of(env_id: str, **keys: Any) -> EvalEnvSpec:
 async def ask(
     env: EvalEnvSpec | TrainEnvSpec, text: str, seed: int = 1, template: Template = TEMPLATES["tiny"]
 ) -> GameRecord:
-    """Play one game in which the policy generates `text`."""
 
     async def generate(*_: Any, **__: Any) -> Generation:
         return make_generation([0], text=text)
@@ -205,13 +204,10 @@ async def test_only_the_last_box_outside_thinking_is_the_answer(
     assert record.turns[0].format_ok is is_answered
 
 
-async def test_box_in_thinking_that_the_prompt_opened_does_not_count(tmp_path: Path) -> None:
+async def test_custom_extraction_is_kept_and_a_box_in_opened_thinking_does_not_count(tmp_path: Path) -> None:
     env, template = env_of(write(tmp_path, SUMS)), TEMPLATES["default-think"]
     assert (await ask(env, r"\boxed{4}", 5, template)).invalid_pids == (0,)
     assert (await ask(env, r"so \boxed{5}</think>\boxed{4}", 5, template)).rewards == {0: 1.0}
-
-
-async def test_a_custom_extraction_is_kept(tmp_path: Path) -> None:
     env = env_of(write(tmp_path, SUMS), action_extraction_fn=f"{__name__}:whole")
     assert (await ask(env, "4", 5)).rewards == {0: 1.0}
 

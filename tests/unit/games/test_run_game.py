@@ -263,12 +263,21 @@ async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_
     assert list(record.outcomes.values()) == (["loss", "win"] * 2 if names_teams else ["loss", "win", "win", "win"])
 
 
-async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player() -> None:
+async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone() -> None:
     record = await played(tictactoe(POLICY, POLICY, max_turns=3))
     assert record.end == "truncated"
     assert len(record.turns) == 3
     assert record.rewards == {0: 0.0, 1: 0.0}
     assert record.outcomes == {0: "draw", 1: "draw"}
+    env_id = "GuessTheNumber-v0-train"
+    spec = structs.replace(tictactoe(POLICY, max_turns=1), env_id=env_id, num_players=1)
+    env = Environment(env_id, 1, spec.seed)._unwrapped
+    distance = abs(env.state.game_state["game_number"] - 7)
+    assert distance > 0
+    record = await played(spec, saying(lambda *_: "\\boxed{[7]}"))
+    assert (record.end, record.outcomes) == ("truncated", {0: "na"})
+    assert record.rewards == {0: 1 - distance / (env.max_number - env.min_number)}
+    assert record.trajectories[0].final_reward == record.rewards[0]
 
 
 async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
@@ -292,18 +301,6 @@ async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
         assert _is_capped(mine.context)
     nobody = await played(tictactoe(POLICY, POLICY), answering(1))
     assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
-
-
-async def test_single_player_game_at_its_turn_cap_pays_the_progress() -> None:
-    env_id = "GuessTheNumber-v0-train"
-    spec = structs.replace(tictactoe(POLICY, max_turns=1), env_id=env_id, num_players=1)
-    env = Environment(env_id, 1, spec.seed)._unwrapped
-    distance = abs(env.state.game_state["game_number"] - 7)
-    assert distance > 0
-    record = await played(spec, saying(lambda *_: "\\boxed{[7]}"))
-    assert (record.end, record.outcomes) == ("truncated", {0: "na"})
-    assert record.rewards == {0: 1 - distance / (env.max_number - env.min_number)}
-    assert record.trajectories[0].final_reward == record.rewards[0]
 
 
 async def test_endless_answer_is_cut_before_it_reaches_the_env() -> None:

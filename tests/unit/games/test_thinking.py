@@ -251,7 +251,7 @@ async def test_number_of_generations_and_end_follow_from_the_length(
     assert (answer.forced is not None) == (END_OF_THINKING in text)
 
 
-async def test_engine_that_completes_other_ids_is_refused() -> None:
+async def test_engine_that_cannot_end_or_complete_a_thought_is_refused() -> None:
     sampler = Sampler("I wonder what", "7")
 
     async def generate(*asked: Any, prompt_ids: Any = None, **options: Any) -> Generation:
@@ -259,6 +259,12 @@ async def test_engine_that_completes_other_ids_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"engine.kind = 'auto' does not complete the ids"):
         await budget().generate(generate, "<think>", "p?", 3, (), None)
+    with pytest.raises(ConfigError, match=r"engine.thinking_tokens: engine.kind = 'auto' does not say which ids"):
+        thinking_budget(ENGINE, {"max_model_len": 100})
+    assert thinking_budget(EngineConfig(), {}) is None
+    made = replace(budget(), tags=("[THINK]", "[/THINK]"))
+    with pytest.raises(ConfigError, match=r"no ids for '\\n\[/THINK\]"):
+        await made.generate(Sampler("I wonder what").generate, "", "p?", 3, (), None)
 
 
 @pytest.mark.parametrize(("max_model_len", "requests"), [(8 + len(END_IDS), 1), (9 + len(END_IDS), 2)])
@@ -309,12 +315,6 @@ async def test_action_is_read_after_the_forced_end() -> None:
     assert (reply.action, reply.format_ok, reply.is_cut_off) == ("[2]", True, False)
 
 
-def test_engine_that_names_no_end_of_thinking_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine.thinking_tokens: engine.kind = 'auto' does not say which ids"):
-        thinking_budget(ENGINE, {"max_model_len": 100})
-    assert thinking_budget(EngineConfig(), {}) is None
-
-
 @pytest.mark.parametrize("tags", KNOWN_TAGS[1:])
 async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str, str]) -> None:
     end = end_of_thinking(tags)
@@ -338,9 +338,3 @@ async def test_budget_of_a_run_ends_the_thoughts_of_each_template() -> None:
     spec = GameSpec(game_idx=0, kind="train", env_id="x", num_players=2, seed=0, agent_specs=(AGENT,), max_turns=9)
     reply = await factory.players(spec)[0].act("o")
     assert (reply.action, reply.format_ok) == ("[2]", True)
-
-
-async def test_tags_that_an_engine_cannot_end_are_refused_by_name() -> None:
-    made = replace(budget(), tags=("[THINK]", "[/THINK]"))
-    with pytest.raises(ConfigError, match=r"no ids for '\\n\[/THINK\]"):
-        await made.generate(Sampler("I wonder what").generate, "", "p?", 3, (), None)

@@ -123,9 +123,11 @@ class ByName(BaseModelSampler):
         return "x"
 
 
-def test_opponent_that_is_not_a_model_is_refused_with_its_sampler():
+def test_sampler_with_an_invalid_opponent_or_state_is_refused():
     with pytest.raises(ConfigError, match=r"ByName .*'x'.*ModelRef"):
         make_scheduler(f"{__name__}:ByName").next_train_job()
+    with pytest.raises(ConfigError, match=r"CountsBySeat: .*state_dict"):
+        make_scheduler(f"{__name__}:CountsBySeat").state_dict()
 
 
 class CountsBySeat(BaseModelSampler):
@@ -133,21 +135,13 @@ class CountsBySeat(BaseModelSampler):
         return {"games": {0: 1}}
 
 
-def test_sampler_state_that_json_would_change_is_refused():
-    with pytest.raises(ConfigError, match=r"CountsBySeat: .*state_dict"):
-        make_scheduler(f"{__name__}:CountsBySeat").state_dict()
-
-
-def test_each_opponent_seat_gets_its_own_opponent():
-    scheduler = make_scheduler(train=[make_train_env(3, 1)])
-    mixed = [{agent.model.uid for agent in scheduler.next_train_job().agent_specs} for _ in range(50)]
-    assert {"ckpt-1", "fixed-x", "fixed-y"} in mixed
-
-
-def test_training_seats_are_shuffled_evenly():
+def test_training_seats_are_shuffled_evenly_and_get_their_own_opponents():
     scheduler = make_scheduler()
     seats = Counter(policy_seat(scheduler.next_train_job()) for _ in range(1000))
     assert abs(seats[0] - 500) < 80
+    scheduler = make_scheduler(train=[make_train_env(3, 1)])
+    mixed = [{agent.model.uid for agent in scheduler.next_train_job().agent_specs} for _ in range(50)]
+    assert {"ckpt-1", "fixed-x", "fixed-y"} in mixed
 
 
 # groups
@@ -205,12 +199,15 @@ def test_evaluations_with_a_quota_share_seeds_from_every_seat():
     assert resumed.next_eval_job(env, label="after", number=4).seed == played["after"][4][0]
 
 
-def test_other_seats_of_an_evaluation_have_the_fixed_opponent():
+def test_other_seats_of_an_evaluation_have_the_fixed_opponent_if_any():
     spec = make_scheduler(evals=[make_eval_env(3)]).next_eval_job(label="before")
     assert Counter(agent.model.uid for agent in spec.agent_specs) == {"ckpt-1": 1, "fixed-judge": 2}
     assert not any(agent.collect_data for agent in spec.agent_specs)
     assert spec.kind == "eval"
     assert spec.eval_label == "before"
+    scheduler = make_scheduler(evals=[make_eval_env(1)])
+    assert [agent.model.uid for agent in scheduler.next_eval_job().agent_specs] == ["ckpt-1"]
+    assert "fixed-judge" not in scheduler.registry.get_all_models()
 
 
 def test_base_may_be_the_opponent_of_an_evaluation_even_of_itself():
@@ -244,12 +241,6 @@ def test_opponent_is_drawn_for_the_env_of_the_game():
         if not agent.collect_data
     }
     assert met == {("T", "x"), ("T", "y"), ("U", "z")}
-
-
-def test_single_player_evaluation_has_no_opponent():
-    scheduler = make_scheduler(evals=[make_eval_env(1)])
-    assert [agent.model.uid for agent in scheduler.next_eval_job().agent_specs] == ["ckpt-1"]
-    assert "fixed-judge" not in scheduler.registry.get_all_models()
 
 
 # seeds and numbers

@@ -44,13 +44,19 @@ def test_current_policy_is_the_base_and_then_the_checkpoint_added_last():
     assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"], "an inactive one is not offered"
 
 
-def test_fixed_models_are_registered_once_under_their_name():
+def test_fixed_models_are_registered_once_and_offered_only_if_active():
     registry = ModelRegistry()
     ref = registry.add_fixed("scripted:random", prior_mu=20.0)
     assert ref == ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
     assert registry.add_fixed("scripted:random") == ref
     assert registry.get(ref.uid).rating == Rating(20.0, PRIOR_SIGMA)
     assert registry.get_current_ckpt() == "base"
+    registry = ModelRegistry()
+    registry.add_fixed("judge", active=False)
+    assert registry.fixed("E") == []
+    registry.add_fixed("judge")
+    registry.add_fixed("judge", active=False)
+    assert [meta.name for meta in registry.fixed("E")] == ["judge"]
 
 
 def test_checkpoint_inherits_mu_and_twice_sigma_at_most_the_prior():
@@ -267,15 +273,6 @@ def test_result_between_very_unequal_models_stays_finite(scores, mu):
     assert all(math.isfinite(value) for rating in ratings_of(registry).values() for value in rating)
 
 
-def test_evaluation_opponent_is_rated_and_never_offered():
-    registry = ModelRegistry()
-    registry.add_fixed("judge", active=False)
-    assert registry.fixed("E") == []
-    registry.add_fixed("judge")
-    registry.add_fixed("judge", active=False)
-    assert [meta.name for meta in registry.fixed("E")] == ["judge"]
-
-
 def test_resumed_fixed_models_are_the_current_ones_with_old_ratings(tmp_path):
     before = make_registry("x", "y")
     for _ in range(9):
@@ -294,7 +291,7 @@ def test_resumed_fixed_models_are_the_current_ones_with_old_ratings(tmp_path):
     assert json.loads((tmp_path / "league.jsonl").read_text())["models"].keys() == after.get_all_models().keys()
 
 
-def test_frozen_players_are_fixed_models_with_ids_of_their_own():
+def test_frozen_players_have_ids_of_their_own_and_the_configured_ones_after_a_resume():
     registry = make_registry("base", "scripted:random", "run:x/best", "adapter:y")
     versions = [registry.get(f"fixed-{name}").adapter_version for name in ("base", "run:x/best", "adapter:y")]
     assert versions == [0, FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION + 1]
@@ -303,9 +300,6 @@ def test_frozen_players_are_fixed_models_with_ids_of_their_own():
     assert [meta.name for meta in registry.frozen_adapters()] == ["run:x/best", "adapter:y"]
     assert registry.get_current_ckpt() == "base"
     assert registry.add_fixed("adapter:y").adapter_version == versions[2], "it is registered once"
-
-
-def test_resumed_frozen_players_have_the_configured_ids():
     before = make_registry("run:x/best", "adapter:y")
     before.update_ratings({0: "fixed-adapter:y", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     after = make_registry("adapter:y", "base")

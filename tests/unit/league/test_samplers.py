@@ -44,7 +44,7 @@ def drawn(sampler, n=2000):
 # envs
 
 
-def test_envs_are_drawn_in_proportion_to_their_weights_and_eval_envs_equally():
+def test_envs_are_drawn_by_weight_or_in_turn_and_apart_from_evaluations():
     uniform = samplers.UniformRandomEnvSampler(TRAIN, EVAL)
     weighted = samplers.WeightedEnvSampler(TRAIN, EVAL, weights={"A": 6, "B": 3, "C": 1})
     for sampler, shares in (
@@ -55,19 +55,15 @@ def test_envs_are_drawn_in_proportion_to_their_weights_and_eval_envs_equally():
         assert {env_id: count / 5000 for env_id, count in counts.items()} == pytest.approx(shares, abs=0.03)
         assert {sampler.sample("eval").env_id for _ in range(100)} == set("XY")
         assert sampler.env_list() == "A,B,C"
-
-
-def test_evaluations_do_not_change_the_training_draws():
     alone, beside = (samplers.UniformRandomEnvSampler(TRAIN, EVAL) for _ in range(2))
     for _ in range(50):
         beside.sample("eval")
         assert alone.sample("train") == beside.sample("train")
-
-
-def test_envs_of_different_player_counts_alternate_under_one_id():
     envs = [TrainEnvSpec(env_id="A", num_players=n, num_actors=1) for n in (1, 2, 3)]
     sampler = samplers.WeightedEnvSampler(envs, weights={"A": 1})
     assert {sampler.sample("train").num_players for _ in range(100)} == {1, 2, 3}
+    sampler = samplers.RoundRobinEnvSampler(TRAIN)
+    assert [sampler.sample("train").env_id for _ in range(4)] == ["A", "B", "C", "A"]
 
 
 def make_curriculum(**options):
@@ -133,11 +129,6 @@ def test_curriculum_is_a_distribution_that_includes_every_env(games, min_share):
     probabilities = sampler.probabilities()
     assert sum(probabilities) == pytest.approx(1)
     assert min(probabilities) >= min_share / 3 - 1e-12
-
-
-def test_round_robin_cycles():
-    sampler = samplers.RoundRobinEnvSampler(TRAIN)
-    assert [sampler.sample("train").env_id for _ in range(4)] == ["A", "B", "C", "A"]
 
 
 # models

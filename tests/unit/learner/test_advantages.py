@@ -14,13 +14,7 @@ from fakes.game_records import make_item
 from fakes.step_contexts import CONTEXT
 from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learner.critic import (
-    estimate_advantages,
-    is_judged,
-    policy_weights,
-    value_metrics,
-    zero_share,
-)
+from unstable_lite.learner.critic import estimate_advantages, is_judged, policy_weights, value_metrics, zero_share
 from unstable_lite.reward_transformations.averages import Spread
 from unstable_lite.types import GameEnd, Opponent, StepContext, TrainItem
 
@@ -137,7 +131,7 @@ def test_unusually_uniform_batch_is_not_scaled_up():
     assert np.abs(policy_weights(calm, advantage_I, 1.0, True, spread)).max() == pytest.approx(0.005)
 
 
-def test_value_metrics_match_their_definitions():
+def test_value_metrics_and_zero_share_match_their_definitions():
     metrics = value_metrics(np.array([0.5, -0.5, 1.0, 2.0]), np.array([1.0, 1.0, 0.0, 3.0]))
     assert metrics["value_mae"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
     assert (metrics["value_dir_acc"], metrics["value_dir_n"]) == (pytest.approx(2 / 3), 3)
@@ -148,9 +142,6 @@ def test_value_metrics_match_their_definitions():
     nothing = value_metrics(np.ones(2), np.zeros(2))
     assert (nothing["explained_variance"], nothing["value_dir_acc"], nothing["value_dir_n"]) == (0, 0, 0)
     assert all(math.isfinite(value) for value in nothing.values())
-
-
-def test_zero_share_counts_zeros_up_to_rounding():
     assert zero_share([0.0, 1e-9, -1.0, 0.5]) == 0.5
     assert zero_share(np.zeros(3)) == 1
     assert zero_share([]) == 0

@@ -83,12 +83,9 @@ def test_micro_batches_hold_every_item_once_within_their_limits(lengths, max_tok
     assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
 
 
-def test_items_of_equal_length_are_not_padded():
+def test_items_of_equal_length_share_rows_unpadded_unless_dropout_differs():
     items = [item(5, 3), item(2, 2), item(5, 3, first_id=2), item(2, 2, first_id=2)]
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
-
-
-def test_items_share_no_row_if_dropout_differs_from_item_to_item():
     (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
     assert len(batch.tokens_BT) == 2
 

@@ -135,15 +135,12 @@ def test_saved_critic_can_start_another_run(make_learner, make_items, tmp_path):
     assert not any(torch.equal(ours[name], theirs[name]) for name in first.policy.parameters)
 
 
-def test_state_of_another_algorithm_is_refused(make_learner, make_items, tmp_path):
+def test_critic_that_is_missing_foreign_or_not_wanted_is_refused(make_learner, make_items, tmp_path):
     with_critic = make_learner("a2c")
     with_critic.update(make_items(4, turns=2), 1)
     with_critic.training.save(tmp_path)
     with pytest.raises(ModelError, match="another algorithm"):
         make_learner("reinforce").training.load(tmp_path)
-
-
-def test_missing_or_foreign_critic_is_refused(make_learner, make_items, tmp_path):
     learner = make_learner("a2c")
     learner.training.save(tmp_path)
     head = tmp_path / "critic/value_head.safetensors"

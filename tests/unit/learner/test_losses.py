@@ -43,6 +43,11 @@ def test_metrics_match_their_definitions():
     mismatch = mismatch_metrics(logp_N[1:3], behaviour_N[1:3])
     assert mismatch == {"mismatch_mean": 0.25, "mismatch_max": 0.5, "mismatch_tokens": 2}
     assert mismatch_metrics(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
+    old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    metrics = clipping_metrics(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
+    assert metrics["clip_fraction"] == 0.5
+    expected = sum(math.exp(d) - 1 - d for d in (0.0, 0.1, 0.3, -0.3)) / 4
+    assert metrics["approx_kl"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_kl_penalty_over_all_tokens_equals_the_kl_and_its_gradient():
@@ -73,11 +78,3 @@ def test_k1_estimates_the_policy_kl_under_any_sampler():
     metrics = kl_metrics("kl", given_up, liked, liked, cap=2.0)
     assert abs(metrics["kl_k1"]) < 1e-4 < 1e4 < metrics["kl"]
     assert kl_metrics("kl", liked, given_up, given_up, cap=2.0)["kl_k1"] == pytest.approx(2 * 11.9)
-
-
-def test_clipping_metrics_measure_the_move_of_the_policy():
-    old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    metrics = clipping_metrics(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
-    assert metrics["clip_fraction"] == 0.5
-    expected = sum(math.exp(d) - 1 - d for d in (0.0, 0.1, 0.3, -0.3)) / 4
-    assert metrics["approx_kl"] == pytest.approx(expected, abs=1e-6)

@@ -162,11 +162,13 @@ def test_thousands_of_control_tokens_are_each_broken() -> None:
     assert without_markup(text, tokens) == text.replace("<", "< ").replace("< unused6242>< ", "<unused6242><")
 
 
-def test_model_without_a_chat_template_is_refused_by_name(tmp_path: Path) -> None:
+def test_chat_prompt_without_a_chat_template_or_a_tokenizer_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, None)
     with pytest.raises(ModelError, match="prompt_template 'chat'"):
         tokenizer.prompts(chats_in_use(chat_config("chat")))
     assert tokenizer.prompts(chats_in_use(chat_config("default")))["chats"] == {}
+    with pytest.raises(ConfigError, match="'chat'"):
+        templates_for(chat_config("chat"), {})
 
 
 def test_template_that_moves_the_system_text_to_the_last_message_is_accepted(tmp_path: Path) -> None:
@@ -204,8 +206,3 @@ def test_custom_chat_template_combines_its_text_with_tokenizer_markup(tmp_path: 
         "<|im_start|>assistant\n<think>\n"
     )
     assert template.stop == ("###", "<|im_end|>")
-
-
-def test_chat_prompt_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'chat'"):
-        templates_for(chat_config("chat"), {})

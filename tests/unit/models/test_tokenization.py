@@ -43,23 +43,17 @@ def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     assert plain == with_bos and plain[0] == 0 and plain.count(0) == 1
 
 
-def test_stop_string_is_found_across_and_within_tokens(tokenizer: Tokenizer) -> None:
+def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer: Tokenizer) -> None:
     watch = tokenizer.watch(("never", "🎲]"))
     assert watch is not None
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
     assert size == len("wurf [🎲]".encode())
     assert tokenizer.text([], watch) == "wurf ["
-
-
-def test_without_stop_strings_nothing_is_watched(tokenizer: Tokenizer) -> None:
-    assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
-
-
-def test_special_token_as_stop_string_is_matched_by_id_only(tokenizer: Tokenizer) -> None:
     assert tokenizer.stop_strings(("<|end|>", "", "</answer>")) == ["</answer>"]
     (end,) = tokenizer.encode("<|end|>").tolist()
     assert tokenizer.stop_ids_with(("<|end|>", "</answer>")) == tokenizer.stop_ids | {end}
+    assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
 
 
 def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
@@ -68,14 +62,6 @@ def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
     make_model(tmp_path)
     transformers.GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
     assert Tokenizer(str(tmp_path)).stop_ids == {1, 7}
-
-
-def test_stop_string_is_found_after_invalid_bytes() -> None:
-    watch = StopWatch(BYTE_TOKENS, ("b]",))
-    ids = ids_of("a", "é".encode(), b"\x80", "[", "b", "]", "a")
-    size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
-    assert size == len(ids) - 1
-    assert watch.text == "aé\ufffd["
 
 
 HARMONY = (
@@ -166,8 +152,13 @@ def streamed(ids: list[int]) -> list[str]:
     return [stream.step(token_id) for token_id in ids]
 
 
-def test_character_comes_out_with_its_last_byte() -> None:
+def test_character_comes_out_with_its_last_byte_and_a_stop_string_after_invalid_ones() -> None:
     assert streamed(ids_of("a", "\u2581a", "é".encode(), "b")) == ["a", " a", "", "é", "b"]
+    watch = StopWatch(BYTE_TOKENS, ("b]",))
+    ids = ids_of("a", "é".encode(), b"\x80", "[", "b", "]", "a")
+    size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
+    assert size == len(ids) - 1
+    assert watch.text == "aé\ufffd["
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,19 @@ def test_state_of_a_subclass_without_its_own_state_is_kept() -> None:
     assert restored.state_dict()["draws"] == registry.state_dict()["draws"] == {"Nim-v0-train": [0, 1]}
 
 
-def test_algorithm_may_be_a_class_that_workers_can_import() -> None:
+def test_algorithm_may_be_a_class_of_the_package_or_another_that_workers_can_import() -> None:
     assert config_of(Silent).algorithm == f"{__name__}:Silent"
     assert find("algorithm", name_of("algorithm", Silent), {}) is Silent
-
-
-def test_class_of_the_package_is_the_algorithm_of_its_name() -> None:
     assert config_of(REINFORCELearner).algorithm == "reinforce"
     for name, algorithm in LEARNERS.items():
         if name != "rloo":  # the same class as reinforce
             assert config_of(find("algorithm", algorithm.target, {})).algorithm == name
+
+    class Local(REINFORCELearner):
+        pass
+
+    with pytest.raises(ConfigError, match=r"algorithm: workers import .*<locals>\.Local by its name; define it"):
+        config_of(Local)
 
 
 class LearnsNothing:
@@ -147,14 +150,6 @@ class LearnsNothing:
 
 class KeepsNothing(LearnsNothing):
     def update(self, items: object, version: int) -> None: ...
-
-
-def test_class_that_no_worker_can_import_is_refused() -> None:
-    class Local(REINFORCELearner):
-        pass
-
-    with pytest.raises(ConfigError, match=r"algorithm: workers import .*<locals>\.Local by its name; define it"):
-        config_of(Local)
 
 
 ROOT = Path(__file__).parents[3]

@@ -15,12 +15,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_training_opponents
 from unstable_lite.orchestrator.checkpoint_pool import keep_frozen
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    adapter_slots_needed,
-    adapters_in_memory,
-    changing_slots,
-)
+from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, adapters_in_memory, changing_slots
 from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.tracking.run_directory import to_toml

@@ -25,25 +25,13 @@ from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
-from unstable_lite.types import (
-    BranchPoint,
-    GameEnd,
-    GameKind,
-    GameRecord,
-    ModelRef,
-    Outcome,
-    PastTurn,
-    Sampling,
-    Turn,
-)
+from unstable_lite.types import BranchPoint, GameEnd, GameKind, GameRecord, ModelRef, Outcome, PastTurn, Sampling, Turn
 
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 OLDER = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 
 class Watched:
-    """A guard and its inputs."""
-
     def __init__(self, directory: Path, batch_size: int = 384, **alarms: dict[str, Any]) -> None:
         self.config = Config.model_validate(
             {

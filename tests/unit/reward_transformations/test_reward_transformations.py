@@ -101,13 +101,17 @@ def test_steps_are_rewarded_or_penalised_one_by_one(transform, expected):
 # sampling
 
 
-def test_rewards_are_centred_and_scaled_only_with_z_score():
+def test_rewards_are_centred_and_scaled_only_with_z_score_which_has_a_floor():
     given = [make_step(r) for r in (1.0, 2.0, 6.0)]
     assert rewards_of(transforms.NormalizeRewards()(given)) == [-2.0, -1.0, 3.0]
     deviation = math.sqrt(14 / 3)
     expected = [-2 / deviation, -1 / deviation, 3 / deviation]
     assert rewards_of(transforms.NormalizeRewards(z_score=True)(given)) == pytest.approx(expected)
     assert rewards_of(given) == [1.0, 2.0, 6.0], "the given steps stay"
+    transform = transforms.NormalizeRewards(z_score=True)
+    for _ in range(20):
+        transform([make_step(reward=1.0), make_step(reward=-1.0)])
+    assert rewards_of(transform([make_step(0.01), make_step(-0.01)])) == pytest.approx([0.1, -0.1], rel=1e-3)
 
 
 @pytest.mark.parametrize("transform", [transforms.NormalizeRewards, transforms.NormalizeRewardsByEnv])
@@ -127,25 +131,15 @@ def test_residues_of_equal_rewards_become_zeros(transform, z_score):
     assert is_zero == [False] * 3 + [True] * 2 + [False]
 
 
-def test_single_result_is_compared_with_the_previous_one():
-    transform = transforms.NormalizeRewardsByEnv()
-    transform([make_step(1.0)])
-    given = [make_step(-1.0), replace(make_step(1.0), pid=1), replace(make_step(3.0), pid=1)]
-    assert rewards_of(transform(given)) == [-2.0, 0.0, 2.0]
-
-
-def test_z_score_has_a_floor():
-    transform = transforms.NormalizeRewards(z_score=True)
-    for _ in range(20):
-        transform([make_step(reward=1.0), make_step(reward=-1.0)])
-    assert rewards_of(transform([make_step(0.01), make_step(-0.01)])) == pytest.approx([0.1, -0.1], rel=1e-3)
-
-
-def test_each_env_has_its_own_mean_and_the_order_is_kept():
+def test_each_env_and_seat_has_its_own_mean_or_previous_result():
     steps = [make_step(1.0, "A"), make_step(10.0, "B"), make_step(3.0, "A"), make_step(30.0, "B")]
     normalized = transforms.NormalizeRewardsByEnv()(steps)
     assert rewards_of(normalized) == [-1.0, -10.0, 1.0, 10.0]
     assert [s.env_id for s in normalized] == ["A", "B", "A", "B"]
+    transform = transforms.NormalizeRewardsByEnv()
+    transform([make_step(1.0)])
+    given = [make_step(-1.0), replace(make_step(1.0), pid=1), replace(make_step(3.0), pid=1)]
+    assert rewards_of(transform(given)) == [-2.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("transform", [transforms.NormalizeRewards(True), transforms.NormalizeRewardsByEnv(True)])
@@ -201,7 +195,7 @@ def test_custom_class_is_found_by_module_and_name(name, factor):
     assert compose(2.0, 0, "E", make_context("scripted")) == 2.0 * factor
 
 
-def test_composition_saves_the_state_of_its_parts():
+def test_composition_saves_the_state_of_its_parts_and_refuses_that_of_others():
     def composed():
         return transforms.ComposeFinalRewardTransforms(
             [transforms.WinDrawLossFormatter(), transforms.RoleAdvantageByEnvFormatter(tau=0.5)]
@@ -211,9 +205,6 @@ def test_composition_saves_the_state_of_its_parts():
     before(1.0, 0, "E")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after(-0.5, 0, "E") == before(-0.5, 0, "E") == -2.0
-
-
-def test_state_of_other_transforms_is_refused():
     state = transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageFormatter()]).state_dict()
     with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
         transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageByEnvFormatter()]).load_state_dict(state)
@@ -233,10 +224,13 @@ def test_default_config_builds_the_documented_transforms():
     assert repr(sampling.transforms) == "[NormalizeRewardsByEnv(z_score=True)]"
 
 
-def test_every_registered_transform_can_be_built_by_its_name():
+def test_every_registered_transform_can_be_built_and_all_mistakes_are_reported_at_once():
     for registry, arguments in ((FINAL, "reward pid env_id"), (STEP, "traj index reward"), (SAMPLING, "steps")):
         built = build_transforms(registry, registry, arguments.split())
         assert [type(t).__name__ for t in built] == list(registry)
+    with pytest.raises(ConfigError) as caught:
+        build_transforms(["Nope", Transformation(name="RewardForFormat", a=1, b=2)], STEP, STEP_ARGUMENTS)
+    assert len(caught.value.problems) == 3
 
 
 class Doubled:
@@ -280,10 +274,7 @@ def test_mistake_in_a_name_or_keyword_gets_a_suggestion(entry, message):
         ("class Transform: pass", "call"),
         ("class Transform:\n    def __call__(self, traj, reward): pass", "(player_traj, step_index, reward)"),
         ("def Transform(traj, index, reward): return reward", "class"),
-        (
-            "class Transform:\n    def __call__(self, *_): pass\n    def state_dict(self): return {}",
-            "load_state_dict",
-        ),
+        ("class Transform:\n    def __call__(self, *_): pass\n    def state_dict(self): return {}", "load_state_dict"),
     ],
 )
 def test_fault_in_a_custom_module_is_reported_with_its_name(tmp_path, monkeypatch, source, says):
@@ -335,9 +326,3 @@ def test_state_that_json_would_change_is_refused_on_save(state):
 @pytest.mark.parametrize("state", [{"average": {"0": np.float64(0.5)}}, {"all": [1, math.inf, None]}])
 def test_json_state_is_saved(state):
     assert transforms.ComposeFinalRewardTransforms([Keeps(state)]).state_dict()["states"] == [state]
-
-
-def test_all_mistakes_are_reported_at_once():
-    with pytest.raises(ConfigError) as caught:
-        build_transforms(["Nope", Transformation(name="RewardForFormat", a=1, b=2)], STEP, STEP_ARGUMENTS)
-    assert len(caught.value.problems) == 3

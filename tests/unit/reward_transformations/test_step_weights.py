@@ -43,7 +43,7 @@ def example(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-async def test_step_that_a_step_transform_replaces_gets_the_reward():
+async def test_step_transform_may_replace_a_step_and_a_sampling_transform_all_of_them():
     def exchange(player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         player_traj.steps[step_index] = replace(player_traj.steps[step_index], weight=0.5)
         return reward + 1
@@ -51,6 +51,11 @@ async def test_step_that_a_step_transform_replaces_gets_the_reward():
     buffer = StepBuffer(10, step_reward_transformation=exchange)
     buffer.add_player_trajectory(make_trajectory())
     assert [(step.reward, step.weight) for step in await buffer.get_batch(3, 0)] == [(2.0, 0.5)] * 3
+    sampling = ComposeSamplingRewardTransforms([lambda steps: [replace(s, weight=np.float32(0.25)) for s in steps]])
+    buffer = StepBuffer(10, sampling_reward_transformation=sampling)
+    buffer.add_player_trajectory(make_trajectory())
+    items = train_items(await buffer.get_batch(3, 0))
+    assert [(item.weight, type(item.weight), item.token_weights) for item in items] == [(0.25, float, None)] * 3
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
@@ -71,14 +76,6 @@ async def test_weights_of_a_step_transform_reach_the_learner(buffer_class):
     for index, item in enumerate(items):
         assert item.token_weights is not None and item.token_weights.dtype == np.float32
         assert item.token_weights.tolist() == [0.0, 1.0, float(index)]
-
-
-async def test_weights_of_a_sampling_transform_reach_the_learner():
-    sampling = ComposeSamplingRewardTransforms([lambda steps: [replace(s, weight=np.float32(0.25)) for s in steps]])
-    buffer = StepBuffer(10, sampling_reward_transformation=sampling)
-    buffer.add_player_trajectory(make_trajectory())
-    items = train_items(await buffer.get_batch(3, 0))
-    assert [(item.weight, type(item.weight), item.token_weights) for item in items] == [(0.25, float, None)] * 3
 
 
 BAD = [

@@ -31,9 +31,6 @@ def test_games_in_flight_count_by_env_and_collected_seats() -> None:
     in_flight.end(1, 4)
     assert in_flight.steps == 2 * 3.0
     assert len(in_flight) == 1
-
-
-def test_game_of_an_unknown_env_counts_as_long_as_its_turn_cap() -> None:
     in_flight = InFlight(10, 10, 8, {})
     in_flight.begin(make_spec(0))
     assert in_flight.steps == 50

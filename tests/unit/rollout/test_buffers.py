@@ -73,14 +73,11 @@ async def test_player_without_a_turn_goes_through_no_transform(buffer_class):
     assert (seen, buffer.size()) == ([0], 1)
 
 
-async def test_sampling_transform_sees_the_batch():
+async def test_sampling_transform_sees_the_whole_batch():
     buffer = StepBuffer(10, sampling_reward_transformation=NormalizeRewards())
     buffer.add_player_trajectory(make_trajectory(1, final_reward=1.0))
     buffer.add_player_trajectory(make_trajectory(1, final_reward=3.0))
     assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-1.0, 1.0]
-
-
-async def test_sampling_transform_sees_all_episodes_of_a_batch_together():
     buffer = EpisodeBuffer(10, sampling_reward_transformation=NormalizeRewards())
     buffer.add_player_trajectory(make_trajectory(1, game_idx=0, final_reward=1.0))
     buffer.add_player_trajectory(make_trajectory(2, game_idx=1, final_reward=5.0))
@@ -175,9 +172,6 @@ async def test_episode_with_one_stale_step_is_dropped_whole():
     buffer.add_player_trajectory(make_trajectory(2, game_idx=1, version=1))
     assert [names_of(e) for e in await buffer.get_batch(2, current_version=2)] == [["1.0", "1.1"]]
     assert buffer.dropped_stale == 2
-
-
-async def test_without_max_staleness_nothing_is_dropped():
     buffer = StepBuffer(10)
     buffer.add_player_trajectory(make_trajectory(2, version=0))
     assert len(await buffer.get_batch(2, current_version=1000)) == 2
@@ -334,7 +328,7 @@ def test_mean_baseline_keeps_the_scale_of_rewards():
     assert GROUP_BASELINES["mean"]([0.1] * 3) == [0.0] * 3
 
 
-async def test_players_are_compared_with_their_own_seat_in_other_games():
+async def test_players_are_compared_with_their_own_seat_in_games_of_their_group():
     buffer = make_grouped_buffer(2, "rloo")
     buffer.add_game(make_game([1.0, -1.0], game_idx=0))
     buffer.add_game(make_game([0.0, 0.0], game_idx=1))
@@ -345,9 +339,6 @@ async def test_players_are_compared_with_their_own_seat_in_other_games():
         ("1.0", 0.0, -1.0),
         ("1.0", 0.0, 1.0),
     ]
-
-
-async def test_groups_do_not_mix():
     buffer = make_grouped_buffer(2, "rloo")
     for group_idx, rewards in {5: [1.0, 0.0], 9: [10.0, 20.0]}.items():
         buffer.add_game(make_game([rewards[0]], group_idx=group_idx))
@@ -365,7 +356,7 @@ async def test_group_of_equal_rewards_gives_advantage_zero_and_is_counted(baseli
     assert buffer.group_counts == {"whole": 1, "without_spread": 1, "of_one": 0}
 
 
-async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
+async def test_void_and_filtered_games_shrink_a_group_and_a_group_of_one_is_dropped():
     buffer = make_grouped_buffer(3, "rloo")
     for record in (make_game([3.0]), make_game([], end="void"), make_game([1.0])):
         buffer.add_game(record)
@@ -377,6 +368,11 @@ async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
         buffer.add_game(make_game([], end="void", group_idx=2))
     assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert_balanced(buffer)
+    buffer = make_grouped_buffer(2, filter_opponent_invalid=True)
+    buffer.add_game(make_game([1.0, -1.0], end="invalid", invalid=[1]))
+    buffer.add_game(make_game([0.0, 0.0]))
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.size() == 2
 
 
 async def test_steps_that_wait_for_their_group_count_towards_capacity():
@@ -459,14 +455,6 @@ async def test_player_without_a_turn_is_not_compared(baseline):
     for index in range(4):
         buffer.add_game(make_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
     assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
-
-
-async def test_filtered_game_makes_its_group_smaller():
-    buffer = make_grouped_buffer(2, filter_opponent_invalid=True)
-    buffer.add_game(make_game([1.0, -1.0], end="invalid", invalid=[1]))
-    buffer.add_game(make_game([0.0, 0.0]))
-    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
-    assert buffer.size() == 2
 
 
 # delay

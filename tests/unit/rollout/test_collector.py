@@ -50,7 +50,6 @@ async def any_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int |
 
 
 async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-    """Never answer, as a hanging engine."""
     await asyncio.sleep(3600)
     raise AssertionError
 
@@ -114,14 +113,6 @@ async def league(tmp_path: Path) -> AsyncIterator[League]:
     yield made
 
 
-async def test_every_game_gives_one_record_and_its_steps_reach_the_buffer(league: League) -> None:
-    await league.collect_until(lambda: len(league.records) >= 15)
-    indices = [record.spec.game_idx for record in league.records]
-    assert len(indices) == len(set(indices))
-    steps = sum(len(t.steps) for record in league.records for t in record.trajectories)
-    assert league.buffer.added == steps
-
-
 async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -> None:
     league = League(tmp_path, buffer_size=5)
     async with league.playing(4):
@@ -138,7 +129,7 @@ async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -
             await asyncio.sleep(0.001)
 
 
-async def test_games_start_only_while_unpaused(league: League) -> None:
+async def test_games_start_only_while_unpaused_and_each_gives_one_record_and_its_steps(league: League) -> None:
     league.collector.unpaused.clear()
     async with league.playing(4, 2):
         for _ in range(1000):
@@ -147,6 +138,10 @@ async def test_games_start_only_while_unpaused(league: League) -> None:
         league.collector.unpaused.set()
         while len(league.records) < 10:
             await asyncio.sleep(0.001)
+    indices = [record.spec.game_idx for record in league.records]
+    assert len(indices) == len(set(indices))
+    steps = sum(len(t.steps) for record in league.records for t in record.trajectories)
+    assert league.buffer.added == steps
 
 
 async def test_evaluation_games_skip_the_buffer_and_balance_seats(league: League) -> None:
@@ -397,9 +392,7 @@ async def test_void_games_shrink_their_group_and_block_no_other(
             await league.buffer.get_batch(2, 0)
 
 
-async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(
-    tmp_path: Path,
-) -> None:
+async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, group_size=6)
     tables.offer(league.table, 1)
     tables.offer(league.table, 2)

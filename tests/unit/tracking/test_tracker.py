@@ -26,21 +26,10 @@ from unstable_lite.tracking.intervals import mean_interval, paired_difference, p
 from unstable_lite.tracking.records import transcript
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.tracking.windows import WINDOW
-from unstable_lite.types import (
-    Forced,
-    GameEnd,
-    GameKind,
-    GameRecord,
-    Generation,
-    Histogram,
-    ModelRef,
-    Turn,
-)
+from unstable_lite.types import Forced, GameEnd, GameKind, GameRecord, Generation, Histogram, ModelRef, Turn
 
 
 class RecordingSink:
-    """A sink that records everything it is given."""
-
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
 
@@ -429,7 +418,6 @@ def test_points_interval_has_its_nominal_coverage() -> None:
 
 
 def line_of(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the line of eval.jsonl as it is read."""
     line: dict[str, Any] = json.loads(to_line(evaluation.to_json()))
     return line
 
@@ -495,7 +483,7 @@ def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_identical_rewards_show_no_interval(reward: float) -> None:
+def test_identical_rewards_show_no_interval_and_still_have_one_for_verdicts(reward: float) -> None:
     tally = Tally()
     for _ in range(20):
         tally.add("na", reward, own_invalid=False)
@@ -508,9 +496,6 @@ def test_identical_rewards_show_no_interval(reward: float) -> None:
     )
     (table,) = evaluation_tables([evaluation])
     assert list(table.columns[4].cells) == ["–"]
-
-
-def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
     rare = wilson_interval(0, 20)[1]
     assert mean_interval(1.0, 0.0, 20) == pytest.approx((1 - 2 * rare, 1))
     assert mean_interval(0.0, 0.0, 20) == pytest.approx((-rare, rare))

@@ -76,13 +76,10 @@ def test_quota_divides_the_threads_of_a_plan(tmp_path: Path, monkeypatch: pytest
     assert (plan.engine_threads, plan.learner_threads) == (3, 3)
 
 
-def test_cpus_are_counted_in_one_place() -> None:
+def test_cpus_are_counted_in_one_place_and_by_the_mask_without_control_groups(tmp_path: Path) -> None:
     package = Path(unstable_lite.__file__).parent
     counting = re.compile(r"sched_getaffinity|cpu_count")
     assert [path.name for path in package.rglob("*.py") if counting.search(path.read_text())] == ["cpus.py"]
-
-
-def test_mask_alone_counts_without_control_groups(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
 
 
@@ -130,16 +127,13 @@ def own_code() -> None:
     msgspec.json.decode(b"{")
 
 
-def test_error_names_the_line_of_our_own_code_and_not_of_a_package() -> None:
+def test_error_names_the_line_of_our_own_code_unless_it_says_how_to_act() -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         own_code()
     words = last_words(caught.value)
     line = own_code.__code__.co_firstlineno + 1
     assert words.error == f"DecodeError: Input data was truncated (test_cpus_and_sockets.py, line {line}, in own_code)"
     assert not words.is_final
-
-
-def test_error_that_says_what_to_do_names_no_line() -> None:
     words = last_words(ConfigError("learner.x: set it to 1"))
     assert words.error == "ConfigError: learner.x: set it to 1" and words.is_final
 

@@ -135,14 +135,11 @@ class Arrays(msgspec.Struct, array_like=True):
     logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
-def test_number_format_of_an_array_is_read_from_its_type() -> None:
+def test_number_format_of_an_array_is_read_from_its_type_and_never_guessed() -> None:
     sent = Arrays(ids=np.array([0, 5, 2**31 - 1], np.int32), logprobs=np.array([-0.5, -1e-9], np.float32))
     (read,) = decode_values(Arrays, encode([sent]))
     for name in ("ids", "logprobs"):
         np.testing.assert_array_equal(getattr(read, name), getattr(sent, name), strict=True)
-
-
-def test_bytes_for_no_array_type_are_never_guessed() -> None:
     for hint in (np.ndarray, list[int], int):
         with pytest.raises(TypeError, match="not a type of arrays"):
             number_format(hint)
@@ -294,10 +291,17 @@ def test_oversized_or_hidden_content_is_refused_in_little_memory(frame: bytes) -
         tracemalloc.stop()
 
 
-def test_list_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_or_frame_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_ITEMS", 10)
     with pytest.raises(ProtocolError, match="not msgpack"):
         decode(encode([Failed(request_id=1, error="x")] * 11))
+    updated = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
+    generated = msgpack.packb([PROTOCOL, [_generated()]])
+    assert decode(updated) and decode(generated)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 10)
+    for frame in (updated, generated):
+        with pytest.raises(ProtocolError, match=r"\b10\b"):
+            decode(frame)
 
 
 def test_memory_of_a_frame_is_bounded_by_its_size() -> None:
@@ -326,16 +330,6 @@ def test_steps_on_disk_are_checked_in_the_same_way() -> None:
     for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
         with pytest.raises(ProtocolError):
             decode_values(Failed, msgpack.packb(content))
-
-
-def test_oversized_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    updated = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
-    generated = msgpack.packb([PROTOCOL, [_generated()]])
-    assert decode(updated) and decode(generated)
-    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 10)
-    for frame in (updated, generated):
-        with pytest.raises(ProtocolError, match=r"\b10\b"):
-            decode(frame)
 
 
 def test_several_messages_share_one_frame() -> None:
