@@ -25,7 +25,6 @@ def lines_by_folder() -> Counter[str]:
 
 
 def budgets() -> dict[str, int]:
-    """Return the table as it is written."""
     return {folder: int(budget) for budget, folder in map(str.split, TABLE.read_text().splitlines())}
 
 

@@ -88,16 +88,13 @@ def test_batch_scripts_find_each_other(
     assert int(served_with["--max-model-len"]) >= plan.config.engine.max_model_len
 
 
-def test_run_waits_for_the_servers_of_its_own_job(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_run_waits_for_all_servers_of_its_own_job_and_refuses_fewer(cluster: dict[str, str], tmp_path: Path) -> None:
     serve(cluster, job=11, tasks=4)
     (tmp_path / "sleep").write_text("#!/bin/bash\nkill $PPID\n")  # ends the script when it waits
     (tmp_path / "sleep").chmod(0o755)
     done = train(cluster, job=12, servers=4)
     assert "0 of 4 servers of job 12 have a node" in done.stdout
     assert not (tmp_path / "srun.called").exists()
-
-
-def test_run_on_fewer_servers_than_its_job_has_is_refused(cluster: dict[str, str], tmp_path: Path) -> None:
     serve(cluster, job=12, tasks=3)
     done = train(cluster, job=12, servers=2)
     assert done.returncode == 1

@@ -72,13 +72,10 @@ def test_script_finds_a_module_of_the_working_directory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_unknown_example_is_refused_with_all_names() -> None:
+def test_unknown_example_or_an_existing_file_is_refused_and_nothing_is_written() -> None:
     code, output = new("warm_start")
     assert code == 1
     assert all(name in output for name in ("'warm_start'", *EXAMPLES))
-
-
-def test_existing_file_is_kept_and_nothing_is_written() -> None:
     Path("arithmetic.jsonl").write_text("mine")
     code, output = new("questions")
     assert (code, output) == (

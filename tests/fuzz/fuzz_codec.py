@@ -54,13 +54,7 @@ def seeds() -> list[bytes]:
 
 
 def _example(hint: Any) -> Any:
-    plain: dict[Any, Any] = {
-        int: 7,
-        float: 0.5,
-        str: "text",
-        bytes: b"bytes",
-        bool: True,
-    }
+    plain: dict[Any, Any] = {int: 7, float: 0.5, str: "text", bytes: b"bytes", bool: True}
     if hint == TokenIds:
         return np.array([1, 2], np.int32)
     if hint == Logprobs:

@@ -31,8 +31,7 @@ def shortened(config: Config, output: Path) -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("study", "arm"),
-    [*(pytest.param("reference_bugs", arm, marks=pytest.mark.slow) for arm in BUGS), *OTHERS.items()],
+    ("study", "arm"), [*(pytest.param("reference_bugs", arm, marks=pytest.mark.slow) for arm in BUGS), *OTHERS.items()]
 )
 def test_arm_trains(study: str, arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # the patches are no part of the package

@@ -265,7 +265,6 @@ EMPTY_CHARTS = (
 
 
 def numbers(page: Page) -> list[int]:
-    """Return the numbers of the listed games."""
     return [int(re.findall(r"#(\d+)", text)[0]) for text in page.locator("#list button").all_inner_texts()]
 
 
@@ -520,7 +519,7 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
     expect(page.locator(".sampled")).to_have_count(0)
 
 
-def test_pieces_of_a_completion_keep_split_characters_together() -> None:
+def test_pieces_of_a_completion_keep_split_characters_and_bytes_together() -> None:
     ids = TOKENIZER.encode("a \U0001f389 b").ids
     made = pieces(ids, "a \U0001f389 b", TOKENIZER)
     assert made is not None
@@ -529,6 +528,9 @@ def test_pieces_of_a_completion_keep_split_characters_together() -> None:
     assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
     assert pieces(ids, "another text", TOKENIZER) is None
     assert pieces(ids, "a", None) is None
+    ids = ids_of("a", b"\xc3\xa9\x80", "b")
+    made = pieces(ids, BYTE_TOKENS.decode(ids), BYTE_TOKENS)
+    assert made == [("a", 1), ("é", 2), (f"{CUT}b", 2)]
 
 
 def test_pieces_of_special_tags_of_a_thought_are_those_of_the_text(tmp_path: Path) -> None:
@@ -547,12 +549,6 @@ def test_thought_is_shown_apart_by_the_tags_of_the_run(tmp_path: Path) -> None:
     games = {one["game_idx"]: one for one in read_games(run, None, 9, config).kept}
     found = [next(turn.get("close") for turn in games[i]["turns"] if turn["text"] == texts[i]) for i in range(4)]
     assert found == ["[/A]", "[/THINK]", "</think>", None]
-
-
-def test_pieces_keep_bytes_that_form_no_character() -> None:
-    ids = ids_of("a", b"\xc3\xa9\x80", "b")
-    made = pieces(ids, BYTE_TOKENS.decode(ids), BYTE_TOKENS)
-    assert made == [("a", 1), ("é", 2), (f"{CUT}b", 2)]
 
 
 @pytest.mark.nightly
@@ -769,11 +765,7 @@ def test_seeds_are_compared_at_the_last_update_they_all_reached(tmp_path: Path) 
     (change,) = _changes([whole, killed])
     assert (change.updates, change.first[::3], change.last[::3]) == ((0, 20), (0.4, 800), (0.55, 800))
     (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
-    assert (change.updates, change.last.value, change.seeds) == (
-        (0, 200),
-        0.9,
-        1,
-    )  # the other has no final result
+    assert (change.updates, change.last.value, change.seeds) == ((0, 200), 0.9, 1)  # the other has no final result
     assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
 
 
@@ -813,13 +805,17 @@ def test_identical_rewards_are_proof_only_in_large_numbers(tmp_path: Path) -> No
         assert change.verdict == verdict
 
 
-def test_tile_states_its_number_of_seeds(tmp_path: Path) -> None:
+def test_tile_states_its_number_of_seeds_and_its_first_update(tmp_path: Path) -> None:
     runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
     for among, words in ((runs[:1], "One seed"), (runs, "3 seeds")):
         text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
         (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)
         assert verdict.startswith("Better")
         assert words in verdict
+    for first, words in ((0, "before training"), (20, "at update 20")):
+        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
+        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
+        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [words, "at update 200"]
 
 
 def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:
@@ -829,19 +825,11 @@ def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:
     assert write_report([run], tmp_path / "report.html").games == len(GAMES)
 
 
-def test_only_update_0_is_before_training(tmp_path: Path) -> None:
-    for first, words in ((0, "before training"), (20, "at update 20")):
-        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
-        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
-        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [words, "at update 200"]
-
-
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
-    """Return a game with these models at its seats, in order."""
     outcomes = outcomes_from_rewards(dict(enumerate(rewards)), has_teams)
     spec = make_spec(*models, kind="eval", env_id=NIM)
     return make_record(spec, *rewards, turns=game(0).turns, outcomes=outcomes)

@@ -95,12 +95,6 @@ def shown(directory: Path, width: int = 140, height: int = 45, **live: Any) -> s
     return "\n".join(frame(view, width, height))
 
 
-def test_run_that_has_ended_shows_no_throughput(directory: Path) -> None:
-    for ending, state in (({"has_failed": True}, "failed"), ({}, "ended")):
-        text = shown(directory, has_ended=True, **ending)
-        assert state in text and "not running" in text and "99 tok" not in text
-
-
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
 def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
     view = RunDirectory(directory)
@@ -145,6 +139,12 @@ def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
     assert re.search(r"learner-2 \(elsewhere\) +learns", text)
     text = shown(directory, workers=[engine | {"state": "asleep"}])
     assert "sleeps" in text and "99 tok/s" not in text
+
+
+def test_run_that_has_ended_shows_no_throughput(directory: Path) -> None:
+    for ending, state in (({"has_failed": True}, "failed"), ({}, "ended")):
+        text = shown(directory, has_ended=True, **ending)
+        assert state in text and "not running" in text and "99 tok" not in text
 
 
 def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
@@ -223,7 +223,7 @@ def test_busy_process_shows_load_at_the_first_look() -> None:
             process.kill()
 
 
-def test_league_alarms_and_evaluations_are_read(directory: Path) -> None:
+def test_league_alarms_and_evaluations_are_read_and_only_changed_models_logged(directory: Path) -> None:
     view = RunDirectory(directory)
     view.refresh()
     assert view.league().results.of("ckpt-12", "base") == Result(12, won=12)
@@ -232,9 +232,6 @@ def test_league_alarms_and_evaluations_are_read(directory: Path) -> None:
     assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
     assert view.series("learner/loss")[:3] == [-0.01, -0.02, -0.03]
     assert [line["step"] for line in view.evaluations()] == [0, 12]
-
-
-def test_league_log_holds_only_changed_models(directory: Path) -> None:
     last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
     assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
     assert last["matches"] == [["base", "ckpt-12", 12, 0, 0, 12]]

@@ -97,7 +97,6 @@ def engine(
 
 @pytest.fixture
 def adapters(engine: Engine, adapter_dirs: list[Path]) -> Iterator[list[int]]:
-    """Yield the versions of two loaded adapters."""
     versions = [engine.remote.next_version() for _ in adapter_dirs]
     for version, path in zip(versions, adapter_dirs, strict=True):
         assert isinstance(engine.remote.load(version, path), AdapterDigest)
@@ -190,13 +189,18 @@ def test_logprobs_match_the_reference_for_base_and_adapters_in_one_batch(
     assert np.abs(got - under([(model + 1) % 3 for model in which])).mean() > 0.2, "the adapters must change the result"
 
 
-def test_prompt_ids_are_the_tokenized_prompt(engine: Engine, model_dir: Path) -> None:
+def test_prompts_texts_and_the_end_of_thinking_are_those_of_the_tokenizer(engine: Engine, model_dir: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     (generation,) = engine.remote.generate(engine.remote.request("Zug 🎲: a≤b<|end|>"))
     assert generation.prompt_ids.tolist() == tokenizer("Zug 🎲: a≤b<|end|>")["input_ids"]
     assert generation.prompt_ids.tolist()[-1] == STOP_ID
+    for generation in engine.remote.generate(*[engine.remote.request(p, max_tokens=30) for p in prompts(20)]):
+        assert generation.text == tokenizer.decode(generation.completion_ids.tolist(), skip_special_tokens=True)
+    ids = engine.info["prompts"]["end_of_thinking"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == END_OF_THINKING
 
 
 def test_given_prompt_ids_are_completed_as_they_are(engine: Engine, reference: Logits) -> None:
@@ -214,14 +218,6 @@ def test_given_prompt_ids_are_completed_as_they_are(engine: Engine, reference: L
         engine.assert_close(continued.logprobs, expected_logprobs(reference, continued, 0, 1.0))
 
 
-def test_end_of_thinking_is_named(engine: Engine, model_dir: Path) -> None:
-    import transformers
-
-    ids = engine.info["prompts"]["end_of_thinking"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == END_OF_THINKING
-
-
 def test_completion_ends_with_the_stop_token_or_at_its_length(engine: Engine) -> None:
     requests = [engine.remote.request(prompt, temperature=1.5, max_tokens=40) for prompt in prompts(60)]
     generations = engine.remote.generate(*requests)
@@ -231,14 +227,6 @@ def test_completion_ends_with_the_stop_token_or_at_its_length(engine: Engine) ->
         assert (ids[-1] == STOP_ID) == (generation.finish_reason == "stop")
         assert generation.finish_reason == "stop" or len(ids) == 40
     assert {generation.finish_reason for generation in generations} == {"stop", "length"}
-
-
-def test_text_is_the_whole_completion_without_special_tokens(engine: Engine, model_dir: Path) -> None:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    for generation in engine.remote.generate(*[engine.remote.request(p, max_tokens=30) for p in prompts(20)]):
-        assert generation.text == tokenizer.decode(generation.completion_ids.tolist(), skip_special_tokens=True)
 
 
 def test_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine) -> None:
@@ -291,16 +279,13 @@ def test_special_token_as_stop_string_is_kept_as_last_token(engine: Engine) -> N
     assert all(pad_id not in g.completion_ids[:-1] for g in generations)
 
 
-def test_prompt_without_room_is_refused_with_its_size_and_the_limit(engine: Engine) -> None:
+def test_prompt_without_room_is_refused_and_a_completion_ends_at_the_end_of_the_context(engine: Engine) -> None:
     remote = engine.remote
     fits, too_long = remote.request("x" * (MAX_MODEL_LEN - 1)), remote.request("x" * MAX_MODEL_LEN)
     served, refused = remote.ask(fits, too_long)
     assert isinstance(refused, Failed) and refused.reason == "prompt_too_long"
     assert str(MAX_MODEL_LEN) in refused.error and str(MAX_MODEL_LEN - 1) in refused.error
     assert len(served.generation.completion_ids) == 1
-
-
-def test_completion_ends_at_the_end_of_the_context(engine: Engine) -> None:
     (generation,) = engine.remote.generate(engine.remote.request("y" * (MAX_MODEL_LEN - 5), max_tokens=200))
     ids = generation.completion_ids.tolist()
     assert (len(ids), generation.finish_reason) == (5, "length") or ids[-1] == STOP_ID

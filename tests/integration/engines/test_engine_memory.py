@@ -93,11 +93,7 @@ def test_starved_engine_serves_fewer_requests_at_a_time_alike(
 
 @pytest.mark.parametrize("call", [1, 4])
 def test_oom_while_sampling_loses_no_token(
-    model_dir: Path,
-    adapter_dirs: list[Path],
-    expected: list[Generation],
-    call: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, sample = iter(range(1, 1000)), embedded_engine.sample
 

@@ -48,7 +48,6 @@ class Engines:
 
 @pytest.fixture
 async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
-    """Yield three engines that are up."""
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     clients = [EngineClient(router, f"engine-{index}", CONFIG.engine) for index in range(3)]

@@ -54,22 +54,13 @@ def test_engine_gets_the_limits_of_vllms_offline_engine(resolved: Any) -> None:
     assert ours["autotune"] is False
 
 
-def test_lora_has_16_bits_and_covers_the_adapted_modules_only(resolved: Any) -> None:
+def test_lora_and_keys_reach_vllm(resolved: Any) -> None:
     lora = resolved(max_loras=5)["ours"]["lora"]
     assert lora["max_loras"] == "5" and lora["max_cpu_loras"] == "6"
     assert lora["lora_dtype"] == "torch.bfloat16"
     assert "lm_head" not in lora["target_modules"] and "q_proj" in lora["target_modules"]
-
-
-def test_engine_on_two_gpus_has_a_process_for_each(resolved: Any) -> None:
     ours = resolved(tensor_parallel=2)["ours"]
     assert (ours["world_size"], ours["executor"]) == (2, "mp")
-
-
-def test_base_is_quantised_beside_lora(resolved: Any) -> None:
     ours = resolved(quantization="fp8_per_channel")["ours"]
     assert ours["quantization"] == "fp8_per_channel" and ours["lora"]
-
-
-def test_options_reach_vllm(resolved: Any) -> None:
     assert resolved(options={"max_num_batched_tokens": 4096})["ours"]["tokens_per_step"] == 4096

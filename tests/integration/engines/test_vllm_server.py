@@ -373,18 +373,17 @@ def test_unsuitable_server_is_refused_with_the_missing_part(
     assert says in str(caught.value)
 
 
-def test_server_with_raw_logprobs_is_refused(server: FakeVLLM, connect: Connect) -> None:
-    server.is_raw = True
-    with pytest.raises(ModelError, match="--logprobs-mode processed_logprobs"):
-        connect()
-
-
-def test_server_with_longrope_long_factors_is_refused(connect: Connect, tmp_path: Path) -> None:
+def test_server_with_longrope_long_factors_or_raw_logprobs_is_refused(
+    connect: Connect, tmp_path: Path, server: FakeVLLM
+) -> None:
     from fakes.random_models import LONGROPE, make_model
 
     model = make_model(tmp_path / "model", "Llama", rope_parameters=LONGROPE)
     with pytest.raises(ModelError, match="--max-model-len 64"):
         connect(model=str(model))
+    server.is_raw = True
+    with pytest.raises(ModelError, match="--logprobs-mode processed_logprobs"):
+        connect()
 
 
 def test_server_without_tokenize_is_accepted(server: FakeVLLM, connect: Connect) -> None:

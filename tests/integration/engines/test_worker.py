@@ -38,7 +38,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_worker_returns_its_engines_replies(scripted: RemoteEngine) -> None:
+def test_worker_returns_its_engines_replies_cut_at_the_length_and_repeated_by_seed(scripted: RemoteEngine) -> None:
     prompt = "où? 🎲"
     generations = scripted.generate(*[scripted.request(prompt, max_tokens=50, seed=seed) for seed in range(20)])
     assert {generation.text for generation in generations} == {"\\boxed{[4]}", "naïve 🎲"}
@@ -47,22 +47,16 @@ def test_worker_returns_its_engines_replies(scripted: RemoteEngine) -> None:
         assert generation.completion_ids.tolist() == [*generation.text.encode(), 256]
         assert generation.logprobs.tolist() == [-1.0] * len(generation.completion_ids)
         assert (generation.finish_reason, generation.adapter_version) == ("stop", 0)
-
-
-def test_scripted_engine_cuts_at_the_length_and_repeats_by_seed(scripted: RemoteEngine) -> None:
     first, second = (scripted.generate(*[scripted.request("p", max_tokens=3, seed=i) for i in range(8)]) for _ in "ab")
     assert [generation.text for generation in first] == [generation.text for generation in second]
     assert all(g.finish_reason == "length" and len(g.completion_ids) == 3 for g in first)
 
 
-def test_every_refusal_is_a_reply(scripted: RemoteEngine) -> None:
+def test_every_refusal_is_a_reply_and_adapter_slots_are_tracked(scripted: RemoteEngine, adapter: Path) -> None:
     unknown, too_long = scripted.ask(scripted.request("p", version=7), scripted.request("x" * 64))
     assert isinstance(unknown, Failed) and "7" in unknown.error and "loaded" in unknown.error
     assert isinstance(too_long, Failed) and "64" in too_long.error and "63" in too_long.error
     assert (unknown.reason, too_long.reason) == ("engine_failed", "prompt_too_long")
-
-
-def test_adapter_slots_and_versions_are_tracked(scripted: RemoteEngine, adapter: Path) -> None:
     assert isinstance(scripted.load(1, adapter), AdapterDigest)
     assert isinstance(scripted.load(2, adapter), AdapterDigest)
     assert "max_loras" in scripted.load(3, adapter).error
@@ -73,16 +67,13 @@ def test_adapter_slots_and_versions_are_tracked(scripted: RemoteEngine, adapter:
     assert "adapter_config.json" in scripted.load(3, adapter / "nowhere").error
 
 
-def test_idle_worker_uses_almost_no_cpu(scripted: RemoteEngine) -> None:
+def test_scripted_worker_does_not_load_torch_and_uses_almost_no_cpu_when_idle(scripted: RemoteEngine) -> None:
+    assert "libtorch" not in Path(f"/proc/{scripted.process.pid}/maps").read_text()
     time.sleep(0.3)
     ticks = (int(Path(f"/proc/{scripted.process.pid}/stat").read_text().split()[13]) for _ in range(2))
     before = next(ticks)
     time.sleep(1.0)
     assert next(ticks) - before <= 10
-
-
-def test_scripted_worker_does_not_load_torch(scripted: RemoteEngine) -> None:
-    assert "libtorch" not in Path(f"/proc/{scripted.process.pid}/maps").read_text()
 
 
 def test_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, tmp_path: Path) -> None:

@@ -202,12 +202,9 @@ async def test_prompt_too_long_at_the_start_is_void_and_ends_the_run(
         await runner.play(spec_of())
 
 
-async def test_set_game_that_textarena_cannot_parse_is_lost() -> None:
+async def test_game_that_its_env_cannot_parse_or_grade_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = await played(spec_of(1, env_id="Set-v0-train"), None, Says(["[², ², ²²]"]))
     assert (record.end, record.reason, record.rewards) == ("invalid", "env_raised", {0: -1.0})
-
-
-async def test_question_whose_grading_raises_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     monkeypatch.setattr("unstable_lite.games.questions.is_right", lambda *_: 1 / 0)
     record = await played(spec_of(1, env_id=f"questions:{tmp_path / 'q.jsonl'}"), None, Says(["2"]))

@@ -111,7 +111,6 @@ async def environments(shared: EnvPool) -> AsyncIterator[EnvPool]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def unstarted(tmp_path: Path) -> AsyncIterator[EnvPool]:
-    """Yield a pool whose processes have not started."""
     async with opened_pool(tmp_path) as opened:
         yield opened
 

@@ -461,8 +461,3 @@ def test_update_does_not_depend_on_micro_batches(make_learner, make_items, algor
         )
     assert largest_difference(states[0], states[1]) < 1e-6
     assert largest_difference(states[0], states[2]) < 1e-6
-
-
-def test_every_registered_algorithm_loads(make_learner):
-    for name, algorithm in LEARNERS.items():
-        assert (make_learner(name, has_signal=False).training.critic is not None) == algorithm.has_critic

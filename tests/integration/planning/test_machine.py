@@ -32,15 +32,13 @@ def check(directory: Path, cuda: str) -> tuple[int, str]:
     return code, out + err
 
 
-def test_driver_that_is_too_old_for_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_is_too_old_for_torch_is_refused_unless_the_compatibility_package_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus.install(monkeypatch, tmp_path, 1, driver="550.54.15")
     code, text = check(tmp_path, "13.0")
     assert code == 1 and "driver 550.54.15" in text and "580" in text
     assert check(tmp_path, "12.8")[0] == 0
-
-
-def test_driver_behind_the_compatibility_package_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus.install(monkeypatch, tmp_path, 1, driver="550.54.15")
     (folder := tmp_path / "compat").mkdir()
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}")
     assert check(tmp_path, "13.0")[0] == 1

@@ -150,25 +150,18 @@ def test_largest_micro_batch_fits_and_one_more_token_does_not() -> None:
     assert small.longest(8 * memory.GIB) == 0
 
 
-def test_larger_logits_chunks_of_a_gpu_are_counted() -> None:
+def test_larger_logits_chunks_a_critic_and_keys_and_values_are_counted() -> None:
     shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
     on_gpu, on_cpu = (
         memory.learner_memory(shape, LearnerConfig(dtype="bfloat16"), LoraConfig(), is_on_gpu=is_on_gpu)
         for is_on_gpu in (True, False)
     )
     assert (on_gpu.head, on_cpu.head) == (10 * 1024 * shape.vocab_size, 10 * 128 * shape.vocab_size)
-
-
-def test_keys_and_values_are_counted_as_the_engine_stores_them() -> None:
-    engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
-    assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bits, 28 layers, 8 heads of 128
-
-
-def test_critic_counts_as_a_second_adapter() -> None:
-    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
     alone = memory.learner_memory(shape, LearnerConfig(), LoraConfig())
     both = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), has_critic=True)
     assert both.total(0) - alone.total(0) == alone.adapter == 16 * shape.lora_parameters(LoraConfig())
+    engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
+    assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bits, 28 layers, 8 heads of 128
 
 
 @pytest.mark.parametrize(

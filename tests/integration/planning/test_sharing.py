@@ -259,7 +259,7 @@ def test_gpu_worker_gets_few_threads_and_numbers_gpus_by_bus(gpus: Any, monkeypa
     assert environment((0,), 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
-def test_engines_without_a_learner_must_fit_their_gpu(gpus: Any) -> None:
+def test_engines_and_learners_apart_must_fit_their_gpus(gpus: Any) -> None:
     gpus(2, 24)
     apart = {"learner": {"devices": (0,)}}
     with pytest.raises(ConfigError, match=r"engine's share of GPU 1 is 21\.6 GiB.*needs at least"):
@@ -267,9 +267,6 @@ def test_engines_without_a_learner_must_fit_their_gpu(gpus: Any) -> None:
     with pytest.raises(ConfigError, match=r"1\.2 for all engines there"):
         plan(engine={"devices": (1, 1), "gpu_memory_utilization": 0.6}, **apart)
     plan(engine={"devices": (1, 1)}, **apart)
-
-
-def test_learner_alone_must_fit_its_gpu(gpus: Any) -> None:
     gpus(2, 16)
     with pytest.raises(ConfigError, match=r"learner's share of GPU 0 is 15\.2 GiB"):
         plan(model="Qwen/Qwen3-8B", engine={"devices": (1,)})
@@ -325,21 +322,20 @@ def test_checkpointing_is_off_where_micro_batches_fit_without_it(
     assert rows(made)["checkpointing"].startswith("on: " if is_on else "off: ")
 
 
-def test_checkpointing_is_on_if_the_memory_is_not_known(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_its_checkpointing_which_is_on_if_the_memory_is_not_known(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2, 48)
+    began = plan().config
+    gpus(2, 16)
+    assert make_plan(began).config.learner == began.learner
+    assert plan().config.learner != began.learner
     gpus(2, 80)
     for model in ("unknown/model", "Qwen/Qwen3-1.7B"):
         made = plan(model=model)
         assert made.config.learner.activation_checkpointing is True
         assert "not known" in rows(made)["checkpointing"]
         monkeypatch.setattr(placement, "gpu_memory_bytes", lambda device: None)
-
-
-def test_resumed_run_keeps_its_checkpointing_on_another_gpu(gpus: Any) -> None:
-    gpus(2, 48)
-    began = plan().config
-    gpus(2, 16)
-    assert make_plan(began).config.learner == began.learner
-    assert plan().config.learner != began.learner
 
 
 def test_learner_on_the_cpu_goes_without_checkpointing_in_a_quarter_of_the_memory(

@@ -46,11 +46,14 @@ def own_run(tmp_path: Path) -> Path:
     return create_run_directory(config.model_copy(update={"train_envs": envs}))
 
 
-def test_own_config_is_used_anywhere(tmp_path: Path) -> None:
+def test_own_config_is_used_anywhere_by_a_private_secret(tmp_path: Path) -> None:
     run = own_run(tmp_path)
     assert run_config(run) == run / "config.toml"
     copied = shutil.copytree(run, tmp_path / "copy")
     assert run_config(copied) == copied / "config.toml"
+    state = Path(os.environ["XDG_STATE_HOME"]) / "unstable_lite"
+    assert [path.name for path in state.iterdir()] == ["secret"]
+    assert (state.stat().st_mode & 0o777, (state / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_resumed_run_stays_trusted(tmp_path: Path) -> None:
@@ -88,13 +91,6 @@ def test_changed_or_foreign_config_is_refused(tmp_path: Path, monkeypatch: pytes
     assert run_config(run, is_trusted=True)
 
 
-def test_secret_is_private(tmp_path: Path) -> None:
-    own_run(tmp_path)
-    state = Path(os.environ["XDG_STATE_HOME"]) / "unstable_lite"
-    assert [path.name for path in state.iterdir()] == ["secret"]
-    assert (state.stat().st_mode & 0o777, (state / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -107,10 +103,7 @@ def test_secret_is_private(tmp_path: Path) -> None:
         ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1'"),
         ('[engine.options]\nworker_cls = "evil.Worker"', "engine.options.worker_cls = 'evil.Worker'"),
         ('[engine.options.compilation_config]\nbackend = "evil.f"', "compilation_config.backend = 'evil.f'"),
-        (
-            "[engine.options.speculative_config]\ntrust_remote_code = true",
-            "config.trust_remote_code = True",
-        ),
+        ("[engine.options.speculative_config]\ntrust_remote_code = true", "config.trust_remote_code = True"),
         *((f'[opponents]\nbase_url = "{url}"', "opponents.base_url = ") for url in LEAKING),
     ],
 )

@@ -74,13 +74,26 @@ async def _engine(tmp_path: Path, module: str) -> AsyncIterator[Wire]:
         shutil.rmtree(directory)
 
 
-async def test_each_of_a_thousand_requests_gets_its_own_reply(wire: Wire) -> None:
+async def test_each_of_a_thousand_requests_gets_its_own_reply_and_one_that_no_frame_holds_fails_alone(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = EnginePool([wire.engine])
     generations = await asyncio.gather(*(pool.generate(f"prompt {index}", 0) for index in range(1000)))
     for index, generation in enumerate(generations):
         assert bytes(generation.prompt_ids.astype("u1")).decode() == f"prompt {index}"
         assert len(generation.logprobs) == len(generation.completion_ids)
     assert wire.engine.channel.num_pending == 0
+    results = await asyncio.gather(
+        *(wire.engine.generate(prompt, 0) for prompt in ("one", "\ud800", "two")), return_exceptions=True
+    )
+    assert [isinstance(result, Generation) for result in results] == [True, False, True]
+    assert isinstance(results[1], RequestError)
+    assert "engine-0: Generate" in str(results[1])
+    frames: list[int] = []
+    send = wire.router._socket.send_multipart
+    monkeypatch.setattr(wire.router._socket, "send_multipart", lambda parts: (frames.append(1), send(parts))[1])
+    await asyncio.gather(*(wire.engine.generate("p", 0) for _ in range(100)))
+    assert len(frames) == 1
 
 
 async def test_adapter_is_loaded_used_unloaded_and_then_refused(wire: Wire, tmp_path: Path) -> None:
@@ -119,17 +132,8 @@ async def test_worker_whose_death_is_not_known_yet_can_be_killed(wire: Wire) -> 
     assert not wire.process.is_running
 
 
-async def test_replacement_of_a_dead_worker_knows_that_it_is_a_restart(wire: Wire) -> None:
+async def test_worker_is_replaced_without_its_logs_and_its_successor_knows_of_the_restart(wire: Wire) -> None:
     assert not wire.process.spec.is_restart
-    os.kill(wire.process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied):
-        await wire.process.watch()
-    await wire.process.start()
-    await wire.process.ready(30)
-    assert wire.process.spec.is_restart
-
-
-async def test_worker_dies_and_is_replaced_although_its_logs_were_removed(wire: Wire) -> None:
     shutil.rmtree(wire.process.log_path.parent)
     os.kill(wire.process.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
@@ -137,6 +141,7 @@ async def test_worker_dies_and_is_replaced_although_its_logs_were_removed(wire: 
     await wire.process.start()
     await wire.process.ready(30)
     assert wire.process.log_path.is_file()
+    assert wire.process.spec.is_restart
 
 
 async def test_signals_of_a_batch_system_leave_the_workers_to_the_orchestrator(wire: Wire) -> None:
@@ -393,16 +398,6 @@ async def test_flood_does_not_block_other_work_and_does_not_fill_the_log(
     assert len(caplog.records) == 9
 
 
-async def test_request_that_no_frame_can_hold_fails_alone(wire: Wire) -> None:
-    """A lone surrogate is valid text in Python, but not on the wire."""
-    results = await asyncio.gather(
-        *(wire.engine.generate(prompt, 0) for prompt in ("one", "\ud800", "two")), return_exceptions=True
-    )
-    assert [isinstance(result, Generation) for result in results] == [True, False, True]
-    assert isinstance(results[1], RequestError)
-    assert "engine-0: Generate" in str(results[1])
-
-
 async def test_late_frame_of_a_dead_worker_is_not_taken_for_its_successors(wire: Wire) -> None:
     channel, late = wire.engine.channel, zmq.Context.instance().socket(zmq.DEALER)
     late.setsockopt(zmq.IDENTITY, channel.identity)
@@ -418,14 +413,6 @@ async def test_late_frame_of_a_dead_worker_is_not_taken_for_its_successors(wire:
     late.close(linger=0)
     await wire.process.start()
     assert (await wire.process.ready(30))["kind"] == "scripted"
-
-
-async def test_simultaneous_requests_travel_in_one_frame(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[int] = []
-    send = wire.router._socket.send_multipart
-    monkeypatch.setattr(wire.router._socket, "send_multipart", lambda parts: (frames.append(1), send(parts))[1])
-    await asyncio.gather(*(wire.engine.generate("p", 0) for _ in range(100)))
-    assert len(frames) == 1
 
 
 def test_worker_orphaned_during_its_imports_exits(tmp_path: Path) -> None:
