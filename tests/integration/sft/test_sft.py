@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import re
@@ -69,7 +68,7 @@ def test_sft_leaves_an_adapter_its_pairs_and_its_settings(warm: tuple[Path, str]
     how = json.loads((made / "sft.json").read_text())
     assert how["model_name"] == "builtin:tiny" and how["sft"]["players"] == ["scripted:random"]
     assert how["num_pairs"] == 60 and how["left_out"]["not the winner's"] > 0
-    assert {path.name for path in (made / "logs").iterdir()} == {"orchestrator.log", "sft.log"}
+    assert {path.name for path in (made / "logs").iterdir()} == {"orchestrator.log"}
     metrics = how["metrics"]
     assert metrics["num_trained"] + metrics["num_held_out"] == 60
     assert metrics["train_loss_last_epoch"] < metrics["train_loss_first_epoch"]
@@ -126,13 +125,11 @@ def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tupl
     while not any("update 1/" in line for line in output):
         output.append(process.stdout.readline())
         assert output[-1], "".join(output)
-    children = runs.children_of(process)
-    assert len(children) == 1
+    assert not runs.children_of(process)
     process.send_signal(signal.SIGINT)
     code, _, err = runs.finish(process, 30)
     assert code == 130
     assert "Traceback" not in err
-    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert (tmp_path / "warm" / "pairs.jsonl").read_text() == given.read_text()
     assert not (tmp_path / "warm" / "adapter_config.json").exists()
 
@@ -160,7 +157,7 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
         limits = (f'opponents.base_url="{server.url}"', "opponents.max_requests=20", "run.num_collection_workers=2")
         plan = load_sft_plan(write(tmp_path), (*players, *limits))
         console = Console(file=io.StringIO(), width=200)
-        record = asyncio.run(run_sft(plan, TerminalInterface(console), collect_only=True))
+        record = run_sft(plan, TerminalInterface(console), collect_only=True)
     pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl")
     assert 0 < record["num_pairs"] == len(pairs) <= 20 == len(server.bodies)
     assert {(pair.player, pair.completion) for pair in pairs} == {
