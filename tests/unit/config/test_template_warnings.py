@@ -90,6 +90,23 @@ def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str,
     assert templates_for(config, prompts)["mine"].prompt("o", 2).endswith("o<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "switch", "is_warned"),
+    [
+        ("chat", "<think>\n", False),
+        ("chat-no-think", "<think>\n", True),
+        ("chat-no-think", "{% if thinking %}<think>{% else %}</think>{% endif %}", False),
+    ],
+)
+def test_thought_that_cannot_be_turned_off_is_warned_of(
+    tmp_path: Path, name: str, switch: str, is_warned: bool
+) -> None:
+    asked = ASKED.replace("assistant\n", "assistant\n" + switch)
+    config = chat_config(name, model_name=make_odd_tokenizer(tmp_path, special=TURNS, chat_template=CHATML + asked))
+    warnings = [*prompt_warnings(config, Tokenizer(config.model_name).prompts(chats_in_use(config)))]
+    assert ["opens <think> although thinking = false" in text for text in warnings] == [True] * is_warned
+
+
 def test_engine_without_a_tokenizer_gives_no_warning() -> None:
     assert not [*prompt_warnings(chat_config("gemma3-zs"), {"end_of_thinking": [1]})]
 
