@@ -16,7 +16,7 @@ from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.checkpoint import lasting_changes
-from unstable_lite.tracking.intervals import wilson_interval
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.types import ModelRef
 
@@ -60,7 +60,7 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     lines = [line for line in read_records(made / "eval.jsonl") if line["env_id"] == f"questions:{questions}"]
     for line in (line for line in lines if line["label"] != "concurrent"):
         assert (line["n"], line["wins"], line["points"]) == (6, 3, 0.5)
-        assert tuple(line["points_interval"]) == pytest.approx(wilson_interval(3, 6))
+        assert tuple(line["interval"]) == pytest.approx(points_interval(3, 0, 3))
         assert line["scores"] == [[1], [0], [0], [1], [1], [0]]
     assert {line["label"] for line in lines} >= {"before", "after"}
     assert "answered 50.0% of 6 questions right" in out
