@@ -20,7 +20,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import find_adapter, is_adapter, is_frozen
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import EnvError, UnstableError
+from unstable_lite.errors import MISTAKES, EnvError, UnstableError
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import templates_for
@@ -205,7 +205,7 @@ def _train(plan: Plan, pairs: Sequence[Pair], terminal: TerminalInterface) -> tu
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             return FineTuner(plan.config, device if isinstance(device, str) else "cuda:0", show).fine_tune(pairs)
-    except (RuntimeError, MemoryError) as error:
+    except (*MISTAKES, RuntimeError, MemoryError) as error:
         raise UnstableError(last_words(error).error) from error
     finally:
         progress.stop()
