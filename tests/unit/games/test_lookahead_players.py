@@ -316,11 +316,10 @@ def test_searched_points_match_play_and_no_single_move_improves_them() -> None:
 
 
 def test_game_without_a_board_is_searched_by_sampled_play() -> None:
-    for seat in (0, 1):
-        best = best_preferences("KuhnPoker-v0-short-train", RandomLegalPlayer, seat)
-        assert sorted(best) == ["[bet]", "[call]", "[check]", "[fold]"]
-        assert best.index("[call]") < best.index("[fold]")
-        assert best.index("[bet]") < best.index("[check]")
+    best = best_preferences("KuhnPoker-v0-short-train", RandomLegalPlayer, 1)
+    assert sorted(best) == ["[bet]", "[call]", "[check]", "[fold]"]
+    assert best.index("[call]") < best.index("[fold]")
+    assert best.index("[bet]") < best.index("[check]")
 
 
 def test_same_seed_finds_same_list_and_another_opponent_another() -> None:
