@@ -200,16 +200,16 @@ def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path, command:
 @pytest.mark.nightly
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: signal.Signals) -> None:
-    base = SCRIPTED | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
-    study = write_study(tmp_path, seeds=[1], base=base)
-    first = start(study, tmp_path, "--jobs", "2")
+    base = SLOW | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
+    begin, study = functools.partial(start, is_torchless=True), write_study(tmp_path, seeds=[1], base=base)
+    first = begin(study, tmp_path, "--jobs", "2")
     runs.wait_for(lambda: has_checkpoint_of(tmp_path, "one-seed-1") and has_checkpoint_of(tmp_path, "two-seed-1"))
     children = runs.children_of(first)
     first.send_signal(signum)
     out, err = first.communicate(timeout=120)
     assert first.returncode == 128 + signum, out + err
     assert runs.are_gone(children)
-    code, out, err = runs.finish(start(study, tmp_path, "--jobs", "2"))
+    code, out, err = runs.finish(begin(study, tmp_path, "--jobs", "2"))
     assert code == 0, out + err
     assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
 

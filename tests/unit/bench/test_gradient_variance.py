@@ -71,7 +71,7 @@ def items(make_items: Make) -> list[TrainItem]:
 def test_estimates_are_unbiased_for_units_of_a_known_distribution() -> None:
     """Units are groups of two games that share a part; the second baseline's gradients are three times the first's."""
     generator, mean = torch.Generator().manual_seed(0), torch.tensor([0.9, -0.6, 0.0, 0.3], dtype=torch.float64)
-    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 4000
+    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 1500
     signals, variances, apart = [], [], []
     for _ in range(rounds):
         moments = Moments()
