@@ -194,6 +194,8 @@ def _train(plan: Plan, pairs: Sequence[Pair], terminal: TerminalInterface) -> tu
     """Train in this process, on the learner's first device; a signal raises KeyboardInterrupt."""
     device, progress = plan.learner_devices[0], terminal.of("update")
     os.environ.update(environment([device], plan.learner_threads))  # before torch is loaded
+    for name in [name for name in os.environ if name.endswith("_API_KEY")]:
+        del os.environ[name]  # a model's own code gets no key, as in a worker
     from unstable_lite.sft.fine_tuning import FineTuner
 
     def show(update: int, total: int, loss: float) -> None:

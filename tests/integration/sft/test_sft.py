@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -149,7 +151,9 @@ def test_dead_engine_ends_the_collection_and_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_model_is_imitated_until_its_budget_is_spent_and_training_has_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     with serving() as server:
         server.answer = lambda body: chat_reply("One from the first. \\boxed{[0 1]}")
@@ -166,6 +170,15 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
     assert record["games"] < 30, "no game is played without need"
     assert isinstance(console.file, io.StringIO)
     assert f"{len(pairs)} of 60" in console.file.getvalue()
+    on_these = (
+        f"sft.data={tmp_path / 'warm' / 'pairs.jsonl'}",
+        "sft.players=[]",
+        "sft.epochs=1",
+        "engine.max_generation_len=64",
+    )
+    with mock.patch.dict(os.environ):
+        run_sft(load_sft_plan(write(tmp_path), on_these), TerminalInterface(console))
+        assert "OPENAI_API_KEY" not in os.environ, "a model's code is not given it"
 
 
 @pytest.mark.parametrize(
