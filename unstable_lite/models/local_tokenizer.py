@@ -27,12 +27,7 @@ def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:
     except (ModelError, HFValidationError):
         return None
     with model_errors(str(found), "is not a tokenizer"):
-        if not isinstance(found, str):
-            return None
-        tokenizer = tokenizers.Tokenizer.from_file(found)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return tokenizers.Tokenizer.from_file(found) if isinstance(found, str) else None
 
 
 class IncrementalDetokenizer:
