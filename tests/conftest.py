@@ -1,5 +1,7 @@
 """Fixtures and settings for every test: markers for hardware and vLLM, and the modules whose warnings are errors."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Rules of DESIGN.md for the code itself."""
 
+from __future__ import annotations
+
 import ast
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """Every shipped example loads, and every script runs."""
 
+from __future__ import annotations
+
 import json
 import runpy
 import subprocess
@@ -21,6 +23,19 @@ EXAMPLES = ROOT / "examples"
 OTHERS = ("branching", "export_csv", "make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
 SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / f"{name}.py" for name in OTHERS})
 """Scripts that start a run; the others have tests of their own."""
+WITH_TORCH = ("build", "custom_algorithm", "eligibility_mask")
+"""Scripts that run with the real learner; the others change nothing in it."""
+TORCHLESS = """
+import runpy, sys
+from pathlib import Path
+from fakes import numpy_learner
+
+numpy_learner.use()
+del sys.argv[0]
+sys.path[0] = str(Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Program that runs the script named by its first argument, as Python does, with the learner without torch."""
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 """Studies, which tests/integration/bench/test_study.py reads."""
 NAMES = {files[0]: name for name, files in NEW.items()}
@@ -62,8 +77,8 @@ def write_victim(directory: Path) -> None:
 def test_exploiter_plays_its_victim_alone(tmp_path: Path) -> None:
     write_victim(tmp_path / "victim")
     few = ("run.learning_steps=2", "run.eval_games=4", "run.num_collection_workers=12", "learner.batch_size=24")
-    command = runs.command("run", EXAMPLES / "exploiter.toml", *few)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = runs.command("run", EXAMPLES / "exploiter.toml", *few, module=runs.TORCHLESS)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=runs.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     (games,) = (tmp_path / "outputs").glob("*/*/games.jsonl")
     trained = [game for game in read_records(games) if game["kind"] == "train"]
@@ -73,7 +88,8 @@ def test_exploiter_plays_its_victim_alone(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_every_example_script_runs(path: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, path, "2"], cwd=tmp_path, capture_output=True, text=True)
+    start = [sys.executable] if path.stem in WITH_TORCH else [sys.executable, "-c", TORCHLESS]
+    done = subprocess.run([*start, path, "2"], cwd=tmp_path, capture_output=True, text=True, env=runs.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "adapter: " in done.stdout
 

@@ -3,6 +3,8 @@
 python tests/contracts/test_language.py [PATH …]      # list what is to be rewritten
 """
 
+from __future__ import annotations
+
 import ast
 import io
 import re

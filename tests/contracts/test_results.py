@@ -1,5 +1,7 @@
 """docs/results.md says what the published runs say."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The bounds in pyproject.toml and the tested versions in constraints.txt agree."""
 
+from __future__ import annotations
+
 import tomllib
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Ranks that end by themselves: the second fails and reports it, the first loses its peer and ends sooner."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import time

@@ -1,5 +1,7 @@
 """A program nvidia-smi that reports GPUs which the machine does not have."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """An OpenAI-compatible server on loopback with an answer set by the test."""
 
+from __future__ import annotations
+
 import json
 import threading
 import time

@@ -1,5 +1,7 @@
 """Policy that draws any legal action, from its own stream."""
 
+from __future__ import annotations
+
 import random
 
 from fakes.game_records import make_generation

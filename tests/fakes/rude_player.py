@@ -1,5 +1,7 @@
 """An opponent that a config can name as `fakes.rude_player:Rude`."""
 
+from __future__ import annotations
+
 from unstable_lite.types import Reply
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import signal
@@ -152,7 +151,7 @@ def sft(
         from unstable_lite.sft.session import load_sft_plan, run_sft
 
         plan = load_sft_plan(config, tuple(overrides or ()))
-        record = asyncio.run(run_sft(plan, TerminalInterface(quiet=quiet), collect_only))
+        record = run_sft(plan, TerminalInterface(quiet=quiet), collect_only)
         print_sft_summary(config, plan.config.sft.output, record)
 
 

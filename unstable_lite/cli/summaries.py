@@ -70,13 +70,8 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
         ]
     else:
         first, last = metrics["train_loss_first_epoch"], metrics["train_loss_last_epoch"]
-        rows.append(
-            (
-                "trained on",
-                f"{metrics['num_trained']:.0f} pairs; loss {first:.4f} nats a token in the first epoch, "
-                f"{last:.4f} in the last",
-            )
-        )
+        losses = f"{first:.4f} nats a token in the first epoch, {last:.4f} in the last"
+        rows.append(("trained on", f"{metrics['num_trained']:.0f} pairs; loss {losses}"))
         if metrics["num_held_out"]:
             rows.append(("held out", f"{metrics['num_held_out']:.0f} pairs whose prompts are not trained on"))
             for name, what in (("loss", "loss"), ("token_accuracy", "tokens right"), ("accuracy", "answers right")):

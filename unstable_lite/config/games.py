@@ -242,7 +242,7 @@ class TemplateConfig(Section):
     """Whether the tokenizer's own chat template puts its markup around system and user; if not, the prompt is the three
     texts joined without change."""
     thinking: bool = True
-    """Value of `enable_thinking` for the tokenizer's chat template, with `chat`."""
+    """Value of `enable_thinking` and `thinking` for the tokenizer's chat template, with `chat`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end the answer, besides the model's end tokens and, with `chat`, the markup that closes a turn."""
     zero_sum: bool = False

@@ -28,6 +28,7 @@ from unstable_lite.dashboards.league import League
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import check_links, parsed_line, understood
 from unstable_lite.planning.trust import CONFIG
+from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
 
 Metrics = dict[str, Any]
@@ -74,7 +75,11 @@ class _Tail:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.split(b"\n")[:-1]:
-            self.lines.append(parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}"))
+            record = parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}")
+            if self._path.name == "eval.jsonl":  # runs of before recorded another interval
+                edges = Evaluation.from_json(record).interval
+                record["interval"] = [edge if math.isfinite(edge) else None for edge in edges]
+            self.lines.append(record)
 
 
 class RunDirectory:

@@ -212,10 +212,10 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
             if not evaluation.n:
                 share = interval = "–"
             elif has_winners:
-                share, (low, high) = f"{evaluation.points:.1%}", evaluation.points_interval
+                share, (low, high) = f"{evaluation.points:.1%}", evaluation.interval
                 interval = f"{100 * low:.1f} – {high:.1%}"
             else:
-                share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.reward_interval
+                share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.interval
                 interval = f"{low:.3f} – {high:.3f}" if math.isfinite(low) else "–"
             table.add_row(
                 evaluation.label,

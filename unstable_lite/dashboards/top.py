@@ -264,8 +264,8 @@ def _evaluations(lines: Sequence[dict[str, Any]], width: int, rows: int) -> Pane
 def _result_of(line: dict[str, Any]) -> tuple[str, str]:
     """Return the points of an evaluation, or its mean reward, and the interval."""
     if line["points"] is not None:
-        return f"{line['points']:.1%}", "–".join(f"{edge:.0%}" for edge in line["points_interval"])
-    interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["reward_interval"])
+        return f"{line['points']:.1%}", "–".join(f"{edge:.0%}" for edge in line["interval"])
+    interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["interval"])
     return f"{line['mean_reward']:.3g}", "–".join(interval)
 
 

@@ -27,7 +27,6 @@ from unstable_lite.evaluation.plan import Cell, CellKey, read_key, seat_of
 from unstable_lite.files import RecordLog, open_to_write, read_records, replaced
 from unstable_lite.printable import as_markdown
 from unstable_lite.tracking.evaluations import Evaluation, Tally, by_deal, score
-from unstable_lite.tracking.intervals import Gain, paired_difference
 from unstable_lite.types import GameRecord
 
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template"}
@@ -37,7 +36,7 @@ SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values(), "other_settings")
 COUNTS = ("n", "wins", "draws", "losses")
 READ = (
     *("model", "opponent", "env_id", "num_players", "prompt_template", "other_settings", *COUNTS),
-    *("points", "points_low", "points_high", "mean_reward", "own_invalid_rate", "void"),
+    *("points", "mean_reward", "interval_low", "interval_high", "own_invalid_rate", "void"),
     *("remarks", "compared_with", "change", "change_low", "change_high"),
 )
 """Columns that a person reads: the games, the result with one interval, its faults, and the change."""
@@ -206,15 +205,11 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         shown = [e for e in alike if e.other_settings == settings]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
         title = ", ".join([f"{env_id}{against(opponent)}", *_apart(settings, [e.other_settings for e in alike])])
-        has_deals = any(e.points_over_deals for e in shown)
-        of_points = ("points", "95 %", *["95 % over\ndeals"] * has_deals)
-        columns = ("games", *of_points, "won", "drawn", "reward", "own\ninvalid")
+        columns = ("games", "points", "95 %", "won", "drawn", "reward", "own\ninvalid")
         table = plain_table(title, ("model", *differing), columns)
         for e in shown:
-            low, high = e.points_interval
-            deals = f"{100 * over.low:.1f}–{100 * over.high:.1f}" if (over := e.points_over_deals) else "–"
-            interval = f"{100 * low:.1f}–{100 * high:.1f}"
-            points = (f"{e.points:.1%}", interval, *[deals] * has_deals, str(e.wins), str(e.draws))
+            low, high = e.interval
+            points = (f"{e.points:.1%}", f"{100 * low:.1f}–{100 * high:.1f}", str(e.wins), str(e.draws))
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
@@ -240,27 +235,19 @@ def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:
     rows = []
     for e in evaluations:
         first = _first(e, evaluations)
-        gained = None if e is first else paired_difference(first.scores, e.scores)
+        gained = None if e is first else e.change_since(first)
         row = {name: getattr(e, name) for name in ("model", *SAME_GAMES, *COUNTS)}
-        for name, prefix, (low, high) in (
-            ("win_rate", "", e.interval),
-            ("points", "points_", e.points_interval),
-            ("mean_reward", "reward_", e.reward_interval),
-        ):
-            if not math.isfinite(rate := getattr(e, name)):
-                low = high = math.nan
-            row |= {name: rate, f"{prefix}low": low, f"{prefix}high": high}
+        row |= {name: getattr(e, name) for name in ("win_rate", "points", "mean_reward")}
+        row |= dict(zip(("interval_low", "interval_high"), e.interval, strict=True))
         row |= {
-            "deals": over.seeds if (over := e.points_over_deals) else None,
-            **_edges("points_over_deals", over),
-            **_edges("reward_over_deals", e.reward_over_deals),
             "own_invalid": e.invalid,
             "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
             "void": e.void,
             "remarks": "; ".join(e.remarks),
             "compared_with": first.model if gained else None,
             "change": gained.mean if gained else None,
-            **_edges("change", gained),
+            "change_low": gained.low if gained else None,
+            "change_high": gained.high if gained else None,
             "change_seeds": gained.seeds if gained else None,
         }
         rows.append(row)
@@ -270,10 +257,6 @@ def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:
 def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEvaluation:
     """Return the first evaluation of the same games as `e`, with which `e` is compared."""
     return next(other for other in evaluations if all(getattr(other, name) == getattr(e, name) for name in SAME_GAMES))
-
-
-def _edges(name: str, gain: Gain | None) -> dict[str, float | None]:
-    return {f"{name}_low": gain.low if gain else None, f"{name}_high": gain.high if gain else None}
 
 
 def _plain(value: Any, digits: int = 6) -> Any:

@@ -16,7 +16,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.files import replaced
 from unstable_lite.games.answers import has_unknown_tags
-from unstable_lite.games.templates import Template, chats_in_use, templates_in_use
+from unstable_lite.games.templates import ChatTemplate, Template, chats_in_use, templates_for, templates_in_use
 
 FILE = "templates.json"
 
@@ -97,6 +97,13 @@ def prompt_warnings(config: Config, prompts: Mapping[str, Any]) -> Iterator[str]
             f"{model}: its chat template speaks of thinking, and no known tags open and close a thought, so an action "
             'is also read inside one; set think = ["<open>", "<close>"] in [templates.NAME]'
         )
+    laid_out = templates_for(config, prompts) if prompts.get("chats") else {}
+    for chat in (chat for chat in used if isinstance(chat, ChatTemplate) and not (chat.thinking or chat.assistant)):
+        if chat.name in laid_out and (opened := laid_out[chat.name].opened_thinking):
+            yield (
+                f"prompt_template {chat.name!r}: the chat template of {model} opens {opened} although thinking = false,"
+                " so the model thinks before each answer"
+            )
     for name in prompts.get("dated", ()):
         yield (
             f"prompt_template {name!r}: the chat template of {model} writes the date. A run keeps the text of its "

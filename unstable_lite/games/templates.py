@@ -84,7 +84,7 @@ class ChatTemplate:
     assistant: str = ""
     """Beginning of the answer."""
     thinking: bool = True
-    """Value of the chat template's `enable_thinking`, which many templates ignore."""
+    """Value of the chat template's `enable_thinking` or `thinking`, which many templates ignore."""
     stop: tuple[str, ...] = ()
     is_zero_sum: bool = False
     tags: Tags | None = None

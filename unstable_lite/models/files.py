@@ -47,7 +47,16 @@ ALIKE = {
 _TEXT = r"(?:(?:model|language_model|text_model|transformer|gpt_neox|decoder)\.)*"
 _LAYER = re.compile(_TEXT + r"(?:layers|h)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(_TEXT + r"(?:embed_tokens|wte|embed_in|word_embeddings)\.weight")
-_SIZE = re.compile(r"(?:hidden|intermediate|vocab)_size|head_dim|num_(?:hidden_layers|(?:attention|key_value)_heads)")
+_SIZE = re.compile(
+    r"(?:hidden|intermediate|vocab)_size|head_dim|num_(?:hidden_layers|(?:attention|key_value)_heads)|max_position_.*"
+)
+_KINDS = dict.fromkeys(("text_config", "quantization_config", "per_layer_config"), dict) | {
+    **dict.fromkeys(("layer_types", "layers_block_type", "block_types", "no_rope_layers", "architectures"), list),
+    **dict.fromkeys(("num_nextn_predict_layers", "attention_chunk_size"), int),
+    "model_type": str,
+}
+"""Types of the entries of config.json that are read here and in layers.py."""
+_NO_LM = re.compile(r"For\w*(?:Classification|Reward|QuestionAnswering|MaskedLM|MultipleChoice)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
@@ -90,14 +99,21 @@ def _problems(model: Path, prompts: Iterable[str] | None) -> Iterator[str]:
         yield f"{model} also holds an adapter, whose base would be loaded instead; move its adapter_config.json away"
     tables = {name: read_json(model / name) for name in TABLES if (model / name).is_file()} | {"config.json": config}
     for name in (TABLES[0], "config.json"):
-        ends = tables.get(name, {}).get("eos_token_id")
-        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends]) if end is not None):
-            yield f"{model / name}: eos_token_id = {ends!r} is not a token's id or a list of them"
+        ends, size = tables.get(name, {}).get("eos_token_id"), config.get("vocab_size")
+        largest = size if type(size) is int else 1 << 62
+        some = ends if isinstance(ends, list) else [ends]
+        if not all(type(end) is int and end < largest for end in some if end is not None):
+            yield f"{model / name}: eos_token_id = {ends!r} is not a token's id below vocab_size, or a list of them"
+    if wrong := [f"{model / 'config.json'}: {problem}" for problem in _config_problems(config)]:
+        yield from wrong
+        return
     text: dict[str, Any] = config.get("text_config") or config
-    yield from (f"{model / 'config.json'}: {problem}" for problem in _config_problems(config, text))
-    rows = None
-    if not config.get("quantization_config") and not config.get("transformers_weights"):
+    rows, tensors = None, {}
+    if not config.get("transformers_weights"):
         tensors = {name: entry for header in shard_headers(model).values() for name, entry in header.items()}
+    if config.get("quantization_config"):
+        yield from (f"{model}: {problem}" for problem in _scale_problems(tensors))
+    elif tensors:
         rows = next((entry.shape[0] for name, entry in tensors.items() if _EMBEDDING.fullmatch(name)), None)
         yield from (f"{model}: {problem}" for problem in _layer_problems(tensors, text))
         if whole := [
@@ -111,30 +127,50 @@ def _problems(model: Path, prompts: Iterable[str] | None) -> Iterator[str]:
         yield from _token_problems(model, rows, prompts)
 
 
-def _config_problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    quantised = config.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    text = config.get("text_config") or config
+    for key, kind in _KINDS.items():
+        for value in [table[key] for table in (config, text) if isinstance(table, dict) and table.get(key)][:1]:
+            if not isinstance(value, kind):
+                yield f"{key} = {value!r} is not {kind.__name__}"
+                return
+    quantised = config.get("quantization_config") or {}
+    method = quantised.get("quant_method")
+    if method is not None and not _is_known(method, "quantizers/auto.py"):
+        yield f"the installed transformers does not know quant_method = {method!r}; take the weights unquantised"
     if (package := PACKAGES.get(str(method))) is not None and importlib.util.find_spec(package) is None:
         yield f"the weights are quantised by {method!r}, which needs the package {package}; take them unquantised"
-    if not config.get("auto_map") and not _is_known(config.get("model_type")):
+    if others := [name for name in config.get("architectures") or () if _NO_LM.search(str(name))]:
+        yield f"architectures = {others} is not a causal language model"
+    if not config.get("auto_map") and not _is_known(config.get("model_type"), "models/auto/*.py"):
         yield f"the installed transformers does not know model_type = {config.get('model_type')!r}"
     for key, size in text.items():
         if (
             _SIZE.fullmatch(key)
             and size is not None
-            and not isinstance(size, list)
+            and not (isinstance(size, list) and not key.startswith(("vocab", "hidden", "max")))
             and (type(size) is not int or size < 1)
         ):
             yield f"{key} = {size!r} is not a positive integer"
 
 
-def _is_known(kind: object) -> bool:
-    """Return whether the source of transformers names a type of models; True if it names none as usual."""
+def _is_known(kind: object, files: str) -> bool:
+    """Return whether the source of transformers names a type of models or weights; True if it names none as usual."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
-    tables = [file for file in Path(spec.origin).parent.glob("models/auto/*.py") if re.search("conf|map", file.name)]
+    tables = [file for file in Path(spec.origin).parent.glob(files) if re.search("conf|map|^auto", file.name)]
     source = "".join(file.read_text(encoding="utf-8") for file in tables)
-    return f'"{kind}"' in source or '"llama"' not in source
+    return re.search(rf'"{re.escape(str(kind))}(_[48]bit)?"', source) is not None or not re.search(
+        '"(llama|gptq)"', source
+    )
+
+
+def _scale_problems(tensors: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield the 8-bit floats of quantised weights without a scale, which transformers would take to be 1."""
+    scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
+    bare = [name for name, (dtype, _) in tensors.items() if dtype[:2] == "F8" and name.endswith(".weight")]
+    if lacking := [name for name in bare if name.rpartition(".")[0] not in scaled]:
+        yield f"its quantised weights {listed(lacking)} have no scale; {ADVICE}"
 
 
 def shard_headers(model: Path) -> dict[str, dict[str, Entry]]:
@@ -180,7 +216,7 @@ def _layer_problems(tensors: Mapping[str, Entry], text: Mapping[str, Any]) -> It
         # One more than there are shows that some are missing; a damaged number may be huge.
         expected = set(range(min(number, max(layers, default=0) + 2)))
         more = range(number, number + (text.get("num_nextn_predict_layers") or 0))
-        if others := [str(index) for index in expected ^ (set(layers) - set(more))]:
+        if others := [str(index) for index in expected ^ {index for index in layers if index not in more}]:
             where = "have no" if int(others[0]) in expected else "have a"
             yield f"its weights {where} layer {listed(others)}, and config.json says num_hidden_layers = {number}"
         types = text.get("layer_types") or [None] * len(expected)
@@ -210,6 +246,8 @@ def _token_problems(model: Path, rows: int | None, prompts: Iterable[str]) -> It
     if not path.is_file():
         if not [name for pattern in ("tok*", "vocab*", "*.model", "*.tiktoken") for name in model.glob(pattern)]:
             yield f"{model} has no tokenizer; {ADVICE}"
+        elif [*model.glob("*.model")] and importlib.util.find_spec("sentencepiece") is None:
+            yield f"{model} has no tokenizer.json, and reading its tokenizer.model needs the package sentencepiece"
         return
     table, named = read_tokenizer(path), _special_tokens(model)
     with model_errors(path, "is not a tokenizer"):
@@ -218,6 +256,9 @@ def _token_problems(model: Path, rows: int | None, prompts: Iterable[str]) -> It
         ids = vocab.copy() if isinstance(vocab, dict) else {piece: index for index, (piece, *_) in enumerate(vocab)}
         ids |= {token["content"]: token["id"] for token in added}
         special = {token["content"] for token in added if token["special"]}
+        for key in ("bos_token", "eos_token"):
+            if (token := named.get(key, "")) and token not in ids and token not in _other_tokens(model):
+                yield f"{path} has no {token!r}, which tokenizer_config.json names as its {key}"
         before = json.dumps(table.post_processor, ensure_ascii=False)
         used = " ".join(
             [*prompts, chat_template(model), before, named.get("bos_token", ""), named.get("eos_token", "")]
@@ -234,6 +275,14 @@ def _special_tokens(model: Path) -> dict[str, str]:
     table = read_json(path) if path.is_file() else {}
     tokens = {key: value for key, value in table.items() if key.endswith("_token") and value}
     return {key: str(value.get("content") if isinstance(value, dict) else value) for key, value in tokens.items()}
+
+
+def _other_tokens(model: Path) -> set[str]:
+    """Return the tokens that transformers adds to those of tokenizer.json."""
+    decoder, added = (
+        (read_json(path) if (path := model / name).is_file() else {}) for name in (TABLES[1], "added_tokens.json")
+    )
+    return {str(token.get("content")) for token in (decoder.get("added_tokens_decoder") or {}).values()} | {*added}
 
 
 class _Generation(jinja2.ext.Extension):
@@ -263,9 +312,10 @@ def check_chat_template(model: Path) -> None:
     context: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "") | _special_tokens(
         model
     )
-    context |= {"tools": None, "documents": None, "enable_thinking": True}
+    context |= {"tools": None, "documents": None, "enable_thinking": True, "thinking": True}
     question = "Which move do you play?"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "This one."}]
+    system = [{"role": "system", "content": "Be brief."}]
     with model_errors(path, "has a chat template that cannot lay out a question and an answer"):
         template: Any = (
             path.read_text(encoding="utf-8") if path.suffix == ".jinja" else read_json(path)["chat_template"]
@@ -274,6 +324,10 @@ def check_chat_template(model: Path) -> None:
             template = {one["name"]: one["template"] for one in template}
         made = environment.from_string(template["default"] if isinstance(template, dict) else template)
         for size in (1, 2):
-            text = made.render(context, messages=messages[:size], add_generation_prompt=size == 1)
+            asked = {"add_generation_prompt": size == 1}
+            try:
+                text = made.render(context, messages=messages[:size], **asked)
+            except jinja2.TemplateError:  # some need a system text
+                text = made.render(context, messages=system + messages[:size], **asked)
             if text.count(question) != 1:
                 raise ModelError(f"{path}: the chat template does not show the question once: {text[:200]!r}")

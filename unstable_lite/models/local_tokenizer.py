@@ -27,7 +27,12 @@ def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:
     except (ModelError, HFValidationError):
         return None
     with model_errors(str(found), "is not a tokenizer"):
-        return tokenizers.Tokenizer.from_file(found) if isinstance(found, str) else None
+        if not isinstance(found, str):
+            return None
+        tokenizer = tokenizers.Tokenizer.from_file(found)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
 class IncrementalDetokenizer:

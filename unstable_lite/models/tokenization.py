@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -48,6 +48,16 @@ Not `[0]`, `[rock]` or a run of spaces: a tokenizer made for games may have move
 
 _SAMPLE = """[GAME] "The board" {is} 100 % empty.\n\n  a  <b> & 'c' ä 🎲"""
 """Observation with characters that a chat template may change."""
+_MOVE = "\\boxed{[a B 1 2]}"
+"""Answer that any tokenizer must be able to write."""
+_SPELLINGS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.upper,
+    lambda text: "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in text),
+    "\N{ZERO WIDTH SPACE}".join,
+    "\N{COMBINING ACUTE ACCENT}".join,
+)
+"""Spellings of a token, of which a tokenizer that normalises text may make that token."""
 ADVICE, ANSWER = "choose a template that brings its own markup", "ANSWER"
 _CLOCK = "{%% macro strftime_now(format) %%}%d{%% endmacro %%}"
 
@@ -149,10 +159,11 @@ class Tokenizer:
         `ends_of_thinking`: those for other tags, by text.
 
         own_tags: tags of thoughts besides the model's. Raises ModelError if the tokenizer has no chat template, or one
-        that does not accept or changes these messages, or makes a control token of broken markup.
+        that does not accept or changes these messages, or makes a control token of broken markup, or changes answers.
         """
         control_tokens = sorted(self._control_ids)
         self._check_breaking(control_tokens)
+        self._check_writing()
         tags = [*filter(None, (self._tags, *own_tags, *(chat.tags for chat in chats)))]
         self._show(tags)
         return {
@@ -168,10 +179,11 @@ class Tokenizer:
         """Raise ModelError if an observation could form a control token although its markup is broken."""
         # Any text that a tokenizer does not know may become its token for unknown text.
         control_ids = set(self._control_ids.values()) - {self._whole.unk_token_id}
-        markup = (*MARKUP, *control_tokens)
-        broken = [without_markup(token, markup) for token in control_tokens]
+        markup, spellings = (*MARKUP, *control_tokens), _SPELLINGS[: None if self._fast.normalizer else 1]
+        written = [spelled(token) for token in control_tokens for spelled in spellings]
+        broken = [without_markup(text, markup) for text in written]
         for token, text, encoding in zip(
-            control_tokens, broken, self._fast.encode_batch_fast(broken, add_special_tokens=False), strict=True
+            written, broken, self._fast.encode_batch_fast(broken, add_special_tokens=False), strict=True
         ):
             if formed := control_ids.intersection(encoding.ids):
                 raise ModelError(
@@ -179,6 +191,15 @@ class Tokenizer:
                     f"shown as {text!r}, of which the tokenizer makes {self._fast.id_to_token(formed.pop())!r}. Use a "
                     "tokenizer that keeps spaces and has no such token"
                 )
+
+    def _check_writing(self) -> None:
+        """Raise ModelError if an answer is another text after the tokenizer has written it."""
+        text: str = self._fast.decode(self._fast.encode(_MOVE, add_special_tokens=False).ids)
+        if text.strip() != _MOVE:
+            raise ModelError(
+                f"{self._path}: its tokenizer writes the answer {_MOVE!r} as {text!r}, so games would get other moves; "
+                "use a tokenizer that keeps a text as it is"
+            )
 
     def _lay_out(self, chat: ChatTemplate) -> list[Any]:
         event = f"cannot lay out prompt_template {chat.name!r}"
@@ -188,7 +209,7 @@ class Tokenizer:
             with_answer = self._render(chat, [*messages, {"role": "assistant", "content": ANSWER}], is_prompt=False)
             padded = self._render(chat, _filled(messages, "\t{observation}\t"))
             own = self._whole.apply_chat_template(
-                _filled(messages), add_generation_prompt=True, enable_thinking=chat.thinking, return_dict=False
+                _filled(messages), add_generation_prompt=True, return_dict=False, **_switches(chat)
             )
         if text.count("{observation}") != 1:
             raise ModelError(
@@ -206,7 +227,7 @@ class Tokenizer:
         return [self._as_is(text).replace("{observation}", "{observation}".join(trims)), closers]
 
     def _closers(self, chat: ChatTemplate, unprompted: str, with_answer: str) -> list[str]:
-        """Return the tokens that close an answer.
+        """Return the tokens that close an answer, or the text that does if no token begins it.
 
         unprompted: the prompt if it does not ask for an answer, else empty. Raises ModelError if an answer has a header
         then.
@@ -224,7 +245,8 @@ class Tokenizer:
                 f"template of [templates], or {ADVICE}"
             )
         # A mark that ends a thought does not end the answer.
-        ends = [token for token in self._control_ids if closing.lstrip().startswith(token)]
+        closing = closing.strip().partition("\n")[0]
+        ends = [token for token in self._control_ids if closing.startswith(token)] or [closing] * bool(closing)
         return [token for token in ends if token not in end_of_thinking(tags)]
 
     def _as_is(self, text: str) -> str:
@@ -261,7 +283,7 @@ class Tokenizer:
             chat_template=template,
             add_generation_prompt=is_prompt,
             tokenize=False,
-            enable_thinking=chat.thinking,
+            **_switches(chat),
         )
         assert isinstance(text, str)
         return text
@@ -325,6 +347,11 @@ class StopWatch:
             self.text = self.text[: min(found)]
             self.has_stopped = True
         return self.has_stopped
+
+
+def _switches(chat: ChatTemplate) -> dict[str, Any]:
+    """Return the variables with which chat templates turn thinking on: Qwen's, and that of DeepSeek and Granite."""
+    return dict.fromkeys(("enable_thinking", "thinking"), chat.thinking)
 
 
 def _messages_of(chat: ChatTemplate) -> list[dict[str, str]]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Literal
 
 import msgspec
 
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import Z_95, mean_interval, points_interval
+from unstable_lite.tracking.intervals import mean_interval, points_interval, share_interval
 
 SAY_EVERY = 20
 """Number of further readings after which an alarm that stays on is repeated, with its action."""
@@ -300,22 +299,26 @@ class Result:
     """Kind of games of which `mean` is the share; None if it is the share of points."""
     std: float | None = None
     """Standard deviation of a game's reward; None if `mean` is a share."""
+    deals: tuple[tuple[float, ...], ...] = ()
+    """Points of the games of each deal, if they are known."""
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> Result | None:
         """Return the result of an evaluation, or None if fewer than two games count."""
         if evaluation.n < 2:
             return None
-        model, step, n = evaluation.model, evaluation.step, evaluation.n
+        known: dict[str, Any] = {"who": evaluation.model, "update": evaluation.step, "n": evaluation.n}
         if math.isfinite(evaluation.points):
-            return cls(who=model, update=step, mean=evaluation.points, n=n, draws=evaluation.draws)
-        return cls(who=model, update=step, mean=evaluation.mean_reward, n=n, std=evaluation.reward_std)
+            return cls(mean=evaluation.points, draws=evaluation.draws, deals=evaluation.deals, **known)
+        return cls(mean=evaluation.mean_reward, std=evaluation.reward_std, **known)
 
-    def interval(self, z: float = Z_95) -> tuple[float, float]:
-        if self.std is None:
-            wins = round(self.mean * self.n - self.draws / 2)
-            return points_interval(wins, self.draws, self.n - wins - self.draws, z)
-        return mean_interval(self.mean, self.std, self.n, z)
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        if self.std is not None:
+            return mean_interval(self.mean, self.std, self.n, level)
+        if self.deals:
+            return share_interval(self.deals, level)
+        wins = round(self.mean * self.n - self.draws / 2)
+        return points_interval(wins, self.draws, self.n - wins - self.draws, level)
 
     def describe(self) -> str:
         low, high = self.interval()
@@ -341,7 +344,7 @@ class Contest:
         an earlier update may come after the newest. The intervals hold at 95 % for all comparisons together
         (Bonferroni), because the best of many results was lucky and one of many newest results will be unlucky.
         """
-        z = NormalDist().inv_cdf(1 - 0.025 / max(self.compared, 1))
+        level = 1 - 0.05 / max(self.compared, 1)
         self.compared += 1
         before = self.best
         if before is None or result.interval()[0] > before.interval()[0]:
@@ -353,6 +356,6 @@ class Contest:
         newest = self.newest
         if rival is None or rival == newest:
             return []
-        gap = rival.interval(z)[0] - newest.interval(z)[1]
+        gap = rival.interval(level)[0] - newest.interval(level)[1]
         detail = f"{subject}: {newest.describe()}, but {rival.describe()}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]

@@ -28,7 +28,6 @@ from unstable_lite.games.run_prompts import prompt_warnings
 from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.planning.plan import Plan
-from unstable_lite.transport.messages import Message
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -184,8 +183,8 @@ class Workers:
         """Wait for every worker; with `may_servers_be_late` one vLLM server is enough, and others may come later."""
         config, say = self._plan.config, self._say
         engines = [process for process in self.processes if process.channel.name.startswith("engine-")]
-        names = ", ".join(process.channel.name for process in self.processes)
-        say(f"waiting for {names}" + f" ({config.engine.kind}: {self._plan.engine_reason})" * bool(engines))
+        if names := ", ".join(process.channel.name for process in self.processes):
+            say(f"waiting for {names}" + f" ({config.engine.kind}: {self._plan.engine_reason})" * bool(engines))
         servers = engines if may_servers_be_late and config.engine.kind == VLLM_SERVER else []
         facts = await self._first_servers(servers) if servers else {}
         for process in self.processes:
@@ -259,19 +258,6 @@ async def started_engines(
         await workers.start_engines()
         await workers.wait_until_up()
         yield workers
-
-
-@contextlib.asynccontextmanager
-async def started_fine_tuner(
-    plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
-) -> AsyncIterator[WorkerProcess]:
-    """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
-    async with Workers(plan, logs, say) as workers:
-        channel = WorkerChannel(workers.router, "sft", on_message)
-        worker = workers.make("unstable_lite.sft.worker", channel, plan.learner_devices[:1], plan.learner_threads)
-        await workers.start(worker)
-        await workers.wait_until_up()
-        yield worker
 
 
 async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:

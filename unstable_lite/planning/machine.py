@@ -12,7 +12,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.devices import choose_engine, cuda_of_torch, driver_version, vllm_usable
 from unstable_lite.engines.vllm_checks import vllm_problems
 from unstable_lite.errors import ConfigError, ModelError
-from unstable_lite.models import read_json, resolve_model
+from unstable_lite.models import model_errors, read_json, resolve_model
 from unstable_lite.models.layers import check_layers
 from unstable_lite.planning.defaults import adapters_in_memory
 from unstable_lite.planning.memory import shape_of
@@ -33,7 +33,8 @@ def engine_of(config: Config, devices: Devices) -> tuple[str, str]:
     path = resolve_model(config.model_name)
     if devices and kind == "transformers" and (file := Path(path) / "config.json").is_file():
         try:
-            check_layers(path, read_json(file), config.engine.max_model_len)
+            with model_errors(file, "is not the config of a model"):
+                check_layers(path, read_json(file), config.engine.max_model_len)
         except ModelError as error:
             raise ConfigError(str(error)) from error
     return kind, reason

@@ -116,6 +116,8 @@ def shape_of(model_name: str) -> ModelShape | None:
     hidden, inner, heads, layers, vocab_size = sizes
     key_heads, size = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
     is_tied = bool(model.get("tie_word_embeddings"))
+    if not isinstance(key_heads, int) or not isinstance(size, int):  # each layer has its own
+        return None
     return ModelShape(hidden, inner, heads, key_heads, size, layers, vocab_size, is_tied)
 
 

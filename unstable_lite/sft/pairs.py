@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import to_line
@@ -48,45 +47,29 @@ class Pair:
 
 def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Counter[str]]:
     """Return the pairs of a finished game, and the number of turns that were left out, by reason."""
-    pairs: list[Pair] = []
-    left_out: Counter[str] = Counter()
+    spec, pairs, left_out = record.spec, list[Pair](), Counter[str]()
     for number, turn in enumerate(record.turns):
-        agent = record.spec.agent_specs[turn.pid]
-        assert agent.pid == turn.pid
+        model, outcome = spec.agent_specs[turn.pid].model, record.outcomes[turn.pid]
         # A model's text stays unchanged; scripted players return only their action.
-        is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
-        is_alone = record.spec.num_players == 1
-        has_won = record.rewards[turn.pid] > 0 if is_alone else record.outcomes[turn.pid] == "win"
-        if config.imitate is not None and agent.model.uid not in config.imitate:
-            left_out["by a player that is not imitated"] += 1
-        elif "winners" in config.filter and not has_won:
-            left_out["not the winner's"] += 1
-        elif turn.is_cut_off:  # training on it would teach the model to stop there
-            is_ours = agent.model.kind == "checkpoint"
-            left_out["cut off at max_generation_len" if is_ours else "cut off at the endpoint's max_tokens"] += 1
-        elif not turn.text.strip() and not (is_scripted and turn.action):
-            left_out["an empty answer"] += 1
-        elif "valid" in config.filter and (turn.is_invalid or not turn.format_ok):
-            left_out["not valid"] += 1
-        else:
-            pairs.append(
-                Pair(
-                    observation=turn.observation,
-                    action=turn.action,
-                    completion="" if is_scripted and turn.text == turn.action else turn.text,
-                    env_id=record.spec.env_id,
-                    player=agent.model.uid,
-                    outcome=record.outcomes[turn.pid],
-                    game=record.spec.game_idx,
-                    turn=number,
-                )
-            )
+        is_scripted = model.kind == "fixed" and not is_remote(model)
+        has_won = record.rewards[turn.pid] > 0 if spec.num_players == 1 else outcome == "win"
+        limit = "max_generation_len" if model.kind == "checkpoint" else "the endpoint's max_tokens"
+        reasons = {
+            "by a player that is not imitated": config.imitate is not None and model.uid not in config.imitate,
+            "not the winner's": "winners" in config.filter and not has_won,
+            f"cut off at {limit}": turn.is_cut_off,  # training on it would teach the model to stop there
+            "an empty answer": not turn.text.strip() and not (is_scripted and turn.action),
+            "not valid": "valid" in config.filter and (turn.is_invalid or not turn.format_ok),
+        }
+        if found := [reason for reason, is_given in reasons.items() if is_given]:
+            left_out[found[0]] += 1
+            continue
+        completion = "" if is_scripted and turn.text == turn.action else turn.text
+        own: dict[str, Any] = {"player": model.uid, "outcome": outcome, "game": spec.game_idx, "turn": number}
+        pairs.append(
+            Pair(observation=turn.observation, action=turn.action, completion=completion, env_id=spec.env_id, **own)
+        )
     return pairs, left_out
-
-
-def env_of(pair: Pair, envs: tuple[TrainEnvSpec, ...]) -> TrainEnvSpec:
-    """Return the env whose template a pair uses: the one that it names, or else the first."""
-    return next((env for env in envs if env.env_id == pair.env_id), envs[0])
 
 
 def write_line(pair: Pair) -> str:
@@ -105,11 +88,10 @@ def read_pairs(path: Path, env_ids: Collection[str] | None = None) -> list[Pair]
         raise ConfigError(f"sft.data: {path} cannot be read: {error}") from error
     pairs, problems = [], []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                pairs.append(_pair(line, env_ids))
-            except (ConfigError, ValueError, RecursionError) as error:  # of msgspec, or not UTF-8
-                problems.append(f"{path}:{number}: {error}")
+        try:
+            pairs += [_pair(line, env_ids)] if line.strip() else []
+        except (ConfigError, ValueError, RecursionError) as error:  # of msgspec, or not UTF-8
+            problems.append(f"{path}:{number}: {error}")
     if len(problems) > SHOWN_PROBLEMS:
         problems[SHOWN_PROBLEMS:] = [f"{path}: {len(problems) - SHOWN_PROBLEMS} more lines are invalid"]
     if not problems and not pairs:

@@ -1,31 +1,32 @@
 """Steps of `unstable-lite sft`: play until there are enough pairs, train, save; and the checks before them.
 
-Loads neither torch nor transformers; the worker trains.
+Training begins when no game is left to keep going, so it needs no process of its own: `_train` loads torch in this one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
+import os
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.adapters.frozen import find_adapter, is_adapter
+from unstable_lite.adapters.frozen import find_adapter, is_adapter, is_frozen
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import EnvError, UnstableError, WorkerDied
+from unstable_lite.errors import MISTAKES, EnvError, UnstableError
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import templates_for
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.orchestrator.event_loop import cancelled_by_signals, log_file
-from unstable_lite.orchestrator.workers import started_engines, started_fine_tuner, while_alive
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals, log_file, unless_set
+from unstable_lite.orchestrator.workers import environment, started_engines, while_alive
 from unstable_lite.planning.placement import place
 from unstable_lite.planning.plan import Plan, checked_config, plan_workers
 from unstable_lite.planning.rules import training_rules
@@ -35,9 +36,8 @@ from unstable_lite.rollout.collector import play_all
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
 from unstable_lite.sft.pairs import PAIRS, Pair, pairs_of_game, read_pairs, write_line
 from unstable_lite.tracking.versions import versions
-from unstable_lite.transport.messages import FineTuned, FineTuning, Message
-from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.types import BASE, ENV_LOST, GameRecord, GameSpec, Generation, ModelRef
+from unstable_lite.transport.worker_main import last_words
+from unstable_lite.types import BASE, ENV_LOST, GameRecord, GameSpec, ModelRef
 
 HOW = "sft.json"
 MAX_GAMES = 10_000
@@ -46,14 +46,7 @@ MAX_GAMES = 10_000
 
 def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     """Read, validate and plan a config for `sft`. Raises ConfigError with every problem at once."""
-
-    def find(config: Config) -> list[str]:
-        return [
-            *find_worker_problems(_before_its_own_output(config), _has_engines(config)),
-            *find_sft_problems(config),
-        ]
-
-    config = _before_its_own_output(checked_config(path, overrides, find))
+    config = _before_its_own_output(checked_config(path, overrides, find_sft_problems))
     learner = config.learner
     if learner.activation_checkpointing == "auto":  # if memory runs out, training ends: nothing halves its batches
         learner = learner.model_copy(update={"activation_checkpointing": True})
@@ -62,7 +55,7 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 
 
 def _has_engines(config: Config) -> bool:
-    return config.sft.data is None and bool(adapter_versions(config.sft.players))
+    return config.sft.data is None and any(map(is_frozen, config.sft.players))
 
 
 def _before_its_own_output(config: Config) -> Config:
@@ -73,9 +66,14 @@ def _before_its_own_output(config: Config) -> Config:
     return config.model_copy(update={"lora": config.lora.model_copy(update={"initial_lora_path": None})})
 
 
-def find_sft_problems(config: Config) -> Iterator[str]:
-    """Yield every problem of section `sft`; `find_worker_problems` checks the other sections."""
-    yield from training_rules(config)
+def find_sft_problems(config: Config) -> list[str]:
+    """Return every reason why `sft` cannot make an adapter with this config."""
+    worker_problems = find_worker_problems(_before_its_own_output(config), _has_engines(config))
+    return [*worker_problems, *training_rules(config), *_pairs_problems(config)]
+
+
+def _pairs_problems(config: Config) -> Iterator[str]:
+    """Yield each reason why there would be no pairs, or why they would replace others."""
     sft, pairs_file = config.sft, config.sft.output / PAIRS
     if sft.data is None:
         yield from _player_problems(config)
@@ -92,24 +90,22 @@ def find_sft_problems(config: Config) -> Iterator[str]:
 
 
 def _player_problems(config: Config) -> Iterator[str]:
-    sft = config.sft
-    if not sft.players:
+    players, adapters = dict.fromkeys(config.sft.players), adapter_versions(config.sft.players)
+    if not players:
         yield "sft.players: name the players, or give pairs as sft.data"
-    for name in sft.imitate or ():
-        if name not in sft.players:
-            yield f"sft.imitate: {name!r} is not one of sft.players = {list(sft.players)}"
-    adapters = list(dict.fromkeys(filter(is_adapter, sft.players)))
+    for name in config.sft.imitate or ():
+        if name not in players:
+            yield f"sft.imitate: {name!r} is not one of sft.players = {list(config.sft.players)}"
     yield from (f"sft.players: {problem}" for problem in frozen_problems(adapters, config))
-    for name in dict.fromkeys(sft.players):
-        if not is_adapter(name) and name != BASE:
-            for problem in dict.fromkeys(why_not_seated(name, env, config.opponents) for env in config.train_envs):
-                if problem is not None:
-                    yield f"sft.players: {problem} (players are named as in league.fixed_opponents)"
+    for name in itertools.filterfalse(is_frozen, players):
+        problems = (why_not_seated(name, env, config.opponents) for env in config.train_envs)
+        for problem in dict.fromkeys(filter(None, problems)):
+            yield f"sft.players: {problem} (players are named as in league.fixed_opponents)"
     if len(adapters) > config.engine.max_loras:
         yield f"sft.players: {len(adapters)} adapters are more than engine.max_loras = {config.engine.max_loras}"
 
 
-async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False) -> dict[str, Any]:
+def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False) -> dict[str, Any]:
     """Collect (or read) the pairs and train on them; leave no process behind.
 
     Return the settings with which it can be repeated, and its results; with a training sft.json has them. Raises
@@ -122,61 +118,62 @@ async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = 
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnstableError(f"sft.output = {sft.output}: {error.strerror}; choose another") from error
-    with log_file(logs / "orchestrator.log"), cancelled_by_signals():
-        collected = await _collect(plan, pairs_file, terminal) if given is None else None
-        if given is not None and sft.data is not None:
+    collected, metrics, left_out = None, None, Counter[str]()
+    with log_file(logs / "orchestrator.log"):
+        if given is None or sft.data is None:
+            collected = asyncio.run(_collect(plan, pairs_file, terminal))
+            left_out, given = collected.left_out, read_pairs(pairs_file)
+        else:
             terminal.say(f"{len(given)} pairs in {sft.data}")
             if sft.data.resolve() != pairs_file.resolve():
                 pairs_file.write_text("".join(map(write_line, given)), encoding="utf-8")
-        trained = None if collect_only else await _train(plan, logs, terminal)
-    left_out = sum((Counter(part.left_out) for part in (collected, trained) if part is not None), Counter[str]())
+        if not collect_only:
+            metrics, not_trained = _train(plan, given, terminal)
+            left_out += not_trained
     table = config.model_dump(mode="json")
     record = {
         "model_name": config.model_name,
         "seed": config.run.seed,
         **{section: table[section] for section in ("sft", "lora", "train_envs")},
-        "num_pairs": collected.pairs if collected is not None else len(given or ()),
+        "num_pairs": len(given),
         "games": collected and collected.games,
         "void_games": collected and collected.void_games,
         "left_out": dict(left_out),
-        "metrics": trained and trained.metrics,
+        "metrics": metrics,
         "seconds": round(time.monotonic() - started, 1),
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
     }
-    if trained is not None:
+    if metrics is not None:
         (sft.output / HOW).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
 
 
 async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> Collected:
     config, progress, logs = plan.config, terminal.of("pair"), pairs_file.parent / "logs"
-    wanted, versions_of = config.sft.pairs, adapter_versions(config.sft.players)
-    with pairs_file.open("w", encoding="utf-8") as file:
+    wanted, has_engines = config.sft.pairs, bool(plan.engine_devices)
+    with pairs_file.open("w", encoding="utf-8") as file, cancelled_by_signals():
 
-        def show(collected: Collected) -> None:
+        def keep(pairs: Sequence[Pair], so_far: Collected) -> None:
+            file.writelines(map(write_line, pairs))
             file.flush()
-            progress.show_update(
-                collected.pairs, wanted, f"games {collected.games}  left out {collected.left_out.total()}"
-            )
+            status = f"games {so_far.games}  left out {so_far.left_out.total()}"
+            progress.show_update(so_far.pairs, wanted, status)
+
+        async def play() -> Collected:
+            templates = templates_for(config, workers.prompts) if has_engines else {}
+            for name, version in adapter_versions(config.sft.players).items():
+                await workers.load_adapter(version, name, find_adapter(name).path)
+            async with PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say) as seats:
+                return await collect_pairs(config, seats, keep, environments)
 
         progress.start(wanted)
         try:
-            async with contextlib.AsyncExitStack() as opened:
-                environments = await opened.enter_async_context(opened_env_pool(logs, config.run.env_timeout_s))
-                processes: list[WorkerProcess] = []
-                seats = PlayerFactory(_no_engine, opponents=config.opponents, say=terminal.say)
-                if versions_of:
-                    workers = await opened.enter_async_context(started_engines(plan, logs, terminal.say))
-                    processes, templates = workers.processes, templates_for(config, workers.prompts)
-                    seats = PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say)
-                    for name, version in versions_of.items():
-                        if version:
-                            loading = workers.engines.load_adapter(version, find_adapter(name).path)
-                            await while_alive(processes, loading)
-                await opened.enter_async_context(seats)
-                collecting = collect_pairs(config, seats, lambda pair: file.write(write_line(pair)), show, environments)
-                collected = await while_alive(processes, collecting)
+            async with (
+                opened_env_pool(logs, config.run.env_timeout_s) as environments,
+                started_engines(plan, logs, terminal.say) as workers,
+            ):
+                collected = await while_alive(workers.processes, play())
         finally:
             progress.stop()
     if not collected.pairs:
@@ -193,25 +190,25 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
     return collected
 
 
-async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...], _seed: int | None) -> Generation:
-    raise AssertionError("no player asked for an engine")
+def _train(plan: Plan, pairs: Sequence[Pair], terminal: TerminalInterface) -> tuple[dict[str, float], Counter[str]]:
+    """Train in this process, on the learner's first device; a signal raises KeyboardInterrupt."""
+    device, progress = plan.learner_devices[0], terminal.of("update")
+    os.environ.update(environment([device], plan.learner_threads))  # before torch is loaded
+    for name in [name for name in os.environ if name.endswith("_API_KEY")]:
+        del os.environ[name]  # a model's own code gets no key, as in a worker
+    from unstable_lite.sft.fine_tuning import FineTuner
 
+    def show(update: int, total: int, loss: float) -> None:
+        if update == 1:
+            progress.start(total)
+        progress.show_update(update, total, f"loss {loss:.4f}")
 
-async def _train(plan: Plan, logs: Path, terminal: TerminalInterface) -> FineTuned:
-    progress = terminal.of("update")
-    result: asyncio.Future[FineTuned] = asyncio.get_running_loop().create_future()
-
-    def receive(message: Message) -> None:
-        if isinstance(message, FineTuning):
-            if message.update == 1:
-                progress.start(message.total)
-            progress.show_update(message.update, message.total, f"loss {message.loss:.4f}")
-        elif isinstance(message, FineTuned) and not result.done():  # a signal may have cancelled it
-            result.set_result(message)
-
+    terminal.say(f"training on {device}")
     try:
-        async with started_fine_tuner(plan, logs, terminal.say, receive) as process:
-            return await while_alive([process], result)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
+            return FineTuner(plan.config, device if isinstance(device, str) else "cuda:0", show).fine_tune(pairs)
+    except (*MISTAKES, RuntimeError, MemoryError) as error:
+        raise UnstableError(last_words(error).error) from error
     finally:
         progress.stop()
 
@@ -228,49 +225,34 @@ class Collected:
     """Number of turns that were left out, by reason."""
 
 
-class _Enough(Exception):
-    """Enough pairs are kept."""
-
-
-def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
-    """Return the versions of players on engines: 0 is the base, 1, 2, … are the adapters in order."""
-    adapters = dict.fromkeys(filter(is_adapter, players))
-    versions = {name: number for number, name in enumerate(adapters, start=1)}
-    return versions | ({BASE: 0} if BASE in players else {})
+def adapter_versions(players: Sequence[str]) -> dict[str, int]:
+    """Return the versions 1, 2, … of the players with adapters, in their order."""
+    return {name: number for number, name in enumerate(dict.fromkeys(filter(is_adapter, players)), start=1)}
 
 
 async def collect_pairs(
     config: Config,
     seats: PlayerFactory,
-    keep: Callable[[Pair], object],
-    show: Callable[[Collected], None],
+    keep: Callable[[Sequence[Pair], Collected], None],
     environments: EnvPool | None = None,
 ) -> Collected:
     """Play until `sft.pairs` are kept, `MAX_GAMES` are played, or the budget for opponents is spent.
 
     Games count in the order of their numbers, not of their ends, so that reproducible players give reproducible pairs.
-    Raises EnvError if games keep failing, WorkerDied if an engine dies.
+    Raises a group with an EnvError if games keep failing, with a WorkerDied if an engine dies.
     """
-    collected, finished = Collected(), dict[int, GameRecord]()
+    collected, finished, is_enough = Collected(), dict[int, GameRecord](), asyncio.Event()
     runner = GameRunner(seats, config.run, environments)
 
     async def play(number: int) -> None:
         finished[number] = await runner.play(_game(config, number))
-        # Games of tasks that end before the pool does are no longer taken.
-        while collected.pairs < config.sft.pairs and (record := finished.pop(collected.games, None)) is not None:
-            for pair in _take(record, collected, config, is_spent=bool(seats.spent)):
-                keep(pair)
-            show(collected)
-            if collected.pairs >= config.sft.pairs:
-                raise _Enough
+        while not is_enough.is_set() and (record := finished.pop(collected.games, None)) is not None:
+            keep(_take(record, collected, config, is_spent=bool(seats.spent)), collected)
+            if collected.pairs == config.sft.pairs:
+                is_enough.set()
 
-    numbers = itertools.takewhile(lambda _: not seats.spent, range(MAX_GAMES))
-    try:
-        await play_all(numbers, play, config.run.num_collection_workers)
-    except* _Enough:
-        pass  # the games that were not over are not needed
-    except* (EnvError, WorkerDied) as group:
-        raise group.exceptions[0] from None
+    numbers = itertools.takewhile(lambda _: not (seats.spent or is_enough.is_set()), range(MAX_GAMES))
+    await unless_set(play_all(numbers, play, config.run.num_collection_workers), is_enough)
     return collected
 
 
@@ -285,7 +267,7 @@ def _take(record: GameRecord, collected: Collected, config: Config, is_spent: bo
         return []
     collected.voids_in_a_row = 0
     pairs, left_out = pairs_of_game(record, config.sft)
-    wanted = list(itertools.islice(pairs, config.sft.pairs - collected.pairs))
+    wanted = pairs[: config.sft.pairs - collected.pairs]
     collected.left_out += left_out
     collected.pairs += len(wanted)
     return wanted
@@ -294,15 +276,13 @@ def _take(record: GameRecord, collected: Collected, config: Config, is_spent: bo
 def _game(config: Config, number: int) -> GameSpec:
     """Return a game: envs alternate, and within an env players alternate at the seats."""
     env = config.train_envs[number % len(config.train_envs)]
-    first = number // len(config.train_envs)
-    players, versions = config.sft.players, adapter_versions(config.sft.players)
+    first, players = number // len(config.train_envs), config.sft.players
+    versions_of = {BASE: 0} | adapter_versions(players)
     names = [players[(first + pid) % len(players)] for pid in range(env.num_players)]
     models = [
-        ModelRef(uid=name, kind="checkpoint", adapter_version=versions[name])
-        if name in versions
+        ModelRef(uid=name, kind="checkpoint", adapter_version=versions_of[name])
+        if name in versions_of
         else ModelRef(uid=name, kind="fixed", name=name)
         for name in names
     ]
-    generating = [pid for pid, name in enumerate(names) if name in versions]
-    seed = game_seed(derive_seed(config.run.seed, "sft"), "train", number)
-    return new_game(env, models, number, "train", seed, trained=generating)
+    return new_game(env, models, number, "train", game_seed(derive_seed(config.run.seed, "sft"), "train", number))

@@ -17,10 +17,10 @@ from unstable_lite.games.players.lookahead import is_optimal
 from unstable_lite.tracking.intervals import (
     Z_95,
     Gain,
-    deals_interval,
     mean_interval,
     paired_difference,
     points_interval,
+    share_interval,
     wilson_interval,
 )
 from unstable_lite.types import CONTEXT_FULL, ENV_RAISED, GameRecord, ModelRef, Outcome
@@ -79,46 +79,34 @@ class Evaluation:
         return self.wins / decided if decided else math.nan
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """95 % Wilson score interval of the win rate."""
-        return wilson_interval(self.wins, self.wins + self.draws + self.losses)
-
-    @property
     def points(self) -> float:
         """Mean of 1 for a win, 1/2 for a draw and 0 for a loss; NaN if `win_rate` is."""
         decided = self.wins + self.draws + self.losses
         return (self.wins + self.draws / 2) / decided if decided else math.nan
 
     @property
-    def points_interval(self) -> tuple[float, float]:
-        """95 % score interval of the points."""
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the result: of the points, or in single-player envs of the mean reward."""
+        if not math.isfinite(self.points):
+            return self.reward_interval
+        if deals := self.deals:
+            return share_interval(deals)
         return points_interval(self.wins, self.draws, self.losses)
 
     @property
+    def deals(self) -> tuple[tuple[float, ...], ...]:
+        """Scores of the games of each deal that has any, without void ones."""
+        return _played(self.scores)
+
+    @property
     def reward_interval(self) -> tuple[float, float]:
-        """95 % interval of the mean reward by the normal approximation; NaN if all rewards are equal."""
-        if not self.reward_std > 0:
-            return math.nan, math.nan
-        return mean_interval(self.mean_reward, self.reward_std, self.n)
-
-    @property
-    def points_over_deals(self) -> Gain | None:
-        """Points with their 95 % interval over deals, each played from every seat; None for fewer than two deals."""
-        if not math.isfinite(self.points):
-            return None
-        # Within [-1, 1], as the interval of equal results assumes.
-        over = deals_interval([[None if s is None else 2 * s - 1 for s in of_deal] for of_deal in self.scores])
-        if over is None:
-            return None
-        mean, low, high = ((1 + edge) / 2 for edge in (over.mean, over.low, over.high))
-        return replace(over, mean=mean, low=max(low, 0.0), high=min(high, 1.0))
-
-    @property
-    def reward_over_deals(self) -> Gain | None:
-        """Mean reward with its 95 % interval over deals; None for fewer than two deals, and if all deals are equal."""
-        whole = [of_deal for of_deal in self.rewards if None not in of_deal]
-        is_alike = len({sum(reward for reward in of_deal if reward is not None) for of_deal in whole}) < 2
-        return None if is_alike else deals_interval(whole)
+        """95 % t-interval of the mean reward, over deals if they are known; NaN for fewer than two deals or games."""
+        std, n = self.reward_std, self.n
+        if deals := _played(self.rewards):  # a ratio estimate: void games leave deals with fewer games
+            squares = sum((sum(deal) - self.mean_reward * len(deal)) ** 2 for deal in deals)
+            n = len(deals)
+            std = math.sqrt(squares / max(n - 1, 1)) * n / self.n
+        return mean_interval(self.mean_reward, std, n) if n > 1 else (math.nan, math.nan)
 
     @property
     def optimal_share(self) -> float:
@@ -155,11 +143,11 @@ class Evaluation:
         fault = "without an answer in a box" if is_judged(self.env_id) else "ended by its own invalid move"
         faults = f"; {self.invalid} {fault}{faults}"
         if not math.isfinite(self.win_rate):
-            low, high = self.reward_interval
+            low, high = self.interval
             interval = f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
             games = f"{self.n} games of {self.env_id}{against(self.opponent)}"
             return f"{self.model} had a mean reward of {self.mean_reward:.3f} in {games}{interval}{faults}"
-        low, high = self.points_interval
+        low, high = self.interval
         interval = f"(95 %: {low:.1%} – {high:.1%})"
         if is_judged(self.env_id):
             asked = f"{content_file(self.env_id)}{against(self.opponent)}"
@@ -168,16 +156,17 @@ class Evaluation:
             f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
             f"{self.opponent} {interval}: {self.wins} won, {self.draws} drawn{faults}"
         )
-        if points := self.points_over_deals:
-            deals = f"{points.seeds} deals played from every seat (95 %): points {points.low:.1%} – {points.high:.1%}"
-            text += f"; over {deals}"
-            if is_openspiel(self.env_id) and (reward := self.reward_over_deals):  # points say less than the utility
-                text += f", utility {reward.low:+.3f} – {reward.high:+.3f}"
+        if is_openspiel(self.env_id):  # points say less than the utility
+            low, high = self.reward_interval
+            text += f"; mean utility {self.mean_reward:+.3f} (95 %: {low:+.3f} – {high:+.3f})" * math.isfinite(low)
         return text
 
+    def change_since(self, before: Evaluation) -> Gain | None:
+        """Return the change since an earlier evaluation of the same env and opponent; None without common seeds."""
+        return paired_difference(before.scores, self.scores, 1.0 if math.isfinite(self.points) else math.inf)
+
     def describe_change(self, before: Evaluation) -> str | None:
-        """Describe the change since an earlier evaluation of the same env and opponent; None without common seeds."""
-        if (gained := paired_difference(before.scores, self.scores)) is None:
+        if (gained := self.change_since(before)) is None:
             return None
         mean, low, high = gained.mean, gained.low, gained.high
         if math.isfinite(self.points):
@@ -188,13 +177,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return a line of eval.jsonl, in which NaN becomes null."""
-        computed = ("remarks", "win_rate", "points", "interval", "points_interval", "reward_interval")
-        deals = {"points_over_deals": self.points_over_deals, "reward_over_deals": self.reward_over_deals}
-        return (
-            asdict(self)
-            | {name: getattr(self, name) for name in computed}
-            | {name: asdict(over) if over else None for name, over in deals.items()}
-        )
+        return asdict(self) | {name: getattr(self, name) for name in ("remarks", "win_rate", "points", "interval")}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Evaluation:
@@ -211,7 +194,8 @@ class Evaluation:
             metrics["Invalid Rate"] = self.invalid / self.n
         shares = []
         if math.isfinite(self.win_rate):
-            shares += [("Points", self.points, self.points_interval), ("Win Rate", self.win_rate, self.interval)]
+            won = wilson_interval(self.wins, self.n)
+            shares += [("Points", self.points, self.interval), ("Win Rate", self.win_rate, won)]
         if self.choices:
             shares.append(("Optimal Moves", self.optimal_share, self.optimal_interval))
             metrics["n (choices)"] = self.choices
@@ -219,6 +203,10 @@ class Evaluation:
             metrics |= {name: share, f"{name} low": low, f"{name} high": high}
         group = evaluation_group(self.label, self.env_id, self.opponent)
         return {f"{group} {name}": value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _played(values: Deals) -> tuple[tuple[float, ...], ...]:
+    return tuple(played for deal in values if (played := tuple(value for value in deal if value is not None)))
 
 
 class PlayedGame(NamedTuple):

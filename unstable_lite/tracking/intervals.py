@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, fmean, stdev
 
 Z_95 = 1.96
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t for two-sided 95 %, by degrees of freedom from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+PRIOR_DEALS = 8
+"""Weight with which the variance between deals is taken to be that of independent games."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Gain:
     seeds: int
 
 
-def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
     """Return the interval of Wilson (1927) for a proportion. It stays within [0, 1]; it is [0, 1] if n is 0."""
     if n == 0:
         return 0.0, 1.0
@@ -32,26 +33,37 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def points_interval(wins: int, draws: int, losses: int, z: float = Z_95) -> tuple[float, float]:
-    """Return the score interval of the mean of wins (1), draws (1/2) and losses (0); [0, 1] without a game.
+def share_interval(deals: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float]:
+    """Return the interval of the mean of scores within [0, 1], such as points; [0, 1] without a game.
 
-    A mean belongs to the interval if it is within z standard errors of the observed one, given the most likely share of
-    draws for that mean (score test with a constrained estimate: Tango 1998, Statistics in Medicine 17, 891-908; Agresti
-    and Min 2005, Statistics in Medicine 24, 729-740). Without draws it is Wilson's interval. It has a width even if all
-    games were drawn.
+    deals: scores of the games of each deal (env seed), which are not independent. It is the score interval of Wilson
+    (1927) at the effective number of games (Kish 1965, section 8.2), with Student's quantile. The variance between
+    deals, relative to that of independent games, is drawn towards 1 by `PRIOR_DEALS`. docs/evaluate.md shows how often
+    it covers the truth.
     """
+    sizes, sums = [len(games) for games in deals], [sum(games) for games in deals]
+    mean = sum(sums) / max(sum(sizes), 1)
+    squares = sum((total - mean * size) ** 2 for total, size in zip(sums, sizes, strict=True))
+    return _effective_wilson(mean, sum(sizes), len(sizes), squares, level)
+
+
+def points_interval(wins: int, draws: int, losses: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the `share_interval` of games each of which is a deal of its own."""
     n = wins + draws + losses
-    if not draws:
-        return wilson_interval(wins, n, z)
-    observed = (wins + draws / 2) / n
+    mean = (wins + draws / 2) / max(n, 1)
+    squares = wins * (1 - mean) ** 2 + draws * (0.5 - mean) ** 2 + losses * mean**2
+    return _effective_wilson(mean, n, n, squares, level)
 
-    def is_inside(mean: float) -> bool:
-        win_room, loss_room = 2 * mean, 2 * (1 - mean)  # upper bounds of the share of draws at this mean
-        b = 2 * draws + wins * loss_room + losses * win_room
-        drawn = (b - math.sqrt(max(b * b - 4 * n * draws * win_room * loss_room, 0.0))) / (2 * n)
-        return (observed - mean) ** 2 <= z * z * (mean * (1 - mean) - drawn / 4) / n
 
-    return bisect(observed, 0.0, is_inside), bisect(observed, 1.0, is_inside)
+def _effective_wilson(mean: float, n: int, num_deals: int, squares: float, level: float) -> tuple[float, float]:
+    """squares: sum over the deals of the squared distance between the sum of their scores and its mean."""
+    if num_deals < 2:
+        return 0.0, 1.0
+    effect = (1 + n / num_deals) / 2  # all scores are 0, or all are 1: halfway between independent and equal games
+    if 0 < mean < 1:
+        effect = squares * num_deals / (num_deals - 1) / (n * mean * (1 - mean))
+    effect = (effect * (num_deals - 1) + PRIOR_DEALS) / (num_deals - 1 + PRIOR_DEALS)
+    return wilson_interval(mean * n / effect, n / effect, student(num_deals - 1, level))
 
 
 def bisect(inside: float, outside: float, is_inside: Callable[[float], bool]) -> float:
@@ -62,54 +74,58 @@ def bisect(inside: float, outside: float, is_inside: Callable[[float], bool]) ->
     return inside
 
 
-def mean_interval(mean: float, std: float, n: int, z: float = Z_95) -> tuple[float, float]:
-    """Return the interval of the mean of n rewards by the normal approximation. It has a width even if std is 0.
+def mean_interval(mean: float, std: float, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the t-interval of the mean of n >= 2 values. It has a width even if std is 0.
 
-    If all rewards are equal, other rewards are rare, not impossible. Then their share is taken as the upper end of
+    If all values are equal, other values are rare, not impossible. Then their share is taken as the upper end of
     Wilson's interval, and each is as far off as rewards within [-1, 1], or within the size of these, can be.
     """
     if std == 0:
-        most, largest = wilson_interval(0, n, z)[1], max(1.0, abs(mean))
+        most, largest = wilson_interval(0, n, student(n - 1, level))[1], max(1.0, abs(mean))
         return mean - most * (largest + mean), mean + most * (largest - mean)
-    half = z * std / math.sqrt(n)
+    half = student(n - 1, level) * std / math.sqrt(n)
     return mean - half, mean + half
 
 
-def paired_difference(before: Sequence[Sequence[float | None]], after: Sequence[Sequence[float | None]]) -> Gain | None:
+def paired_difference(
+    before: Sequence[Sequence[float | None]], after: Sequence[Sequence[float | None]], most: float = math.inf
+) -> Gain | None:
     """Compare two evaluations that played the same seeds from the same seats; None for fewer than two common seeds.
 
-    The games of one seed are not independent, so the t-interval is over the seeds' mean differences.
+    The games of one seed are not independent, so the t-interval is over the seeds' mean differences. most: largest
+    difference that is possible, at which the interval is cut.
     """
     gained = []
     for old, new in zip(before, after, strict=False):
         pairs = [y - x for x, y in zip(old, new, strict=False) if x is not None and y is not None]
         if pairs:
             gained.append(fmean(pairs))
-    return _over_seeds(gained)
-
-
-def _over_seeds(means: Sequence[float]) -> Gain | None:
-    if len(means) < 2:
+    if len(gained) < 2:
         return None
-    low, high = mean_interval(fmean(means), stdev(means), len(means), t_95(len(means) - 1))
-    return Gain(mean=fmean(means), low=low, high=high, seeds=len(means))
+    mean = fmean(gained)
+    low, high = mean_interval(mean, stdev(gained), len(gained))
+    return Gain(mean=mean, low=max(low, -most), high=min(high, most), seeds=len(gained))
 
 
-def deals_interval(scores: Sequence[Sequence[float | None]]) -> Gain | None:
-    """Return the mean, with its t-interval, over deals of the mean over the seats of one deal.
+@lru_cache(maxsize=10_000)
+def student(freedom: int, level: float = 0.95) -> float:
+    """Return Student's two-sided quantile.
 
-    scores: by deal (env seed) and seat. Only deals count whose games all ended. In a zero-sum game the luck of a deal
-    that was played from every seat cancels within its mean. None for fewer than two such deals, and for one seat.
+    Up to 100 degrees of freedom it is found by the finite series of its distribution (Abramowitz and Stegun 26.7.3 and
+    26.7.4), beyond by the expansion of the quantile (26.7.5).
     """
-    seats = max(map(len, scores), default=0)
-    whole = [[score for score in of_deal if score is not None] for of_deal in scores]
-    means = [fmean(of_deal) for of_deal in whole if len(of_deal) == seats]
-    return _over_seeds(means) if seats > 1 else None
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    if freedom > 100:
+        return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
+    is_odd = freedom % 2
 
-def t_95(freedom: int) -> float:
-    """Return Student's t for two-sided 95 %; beyond the table by its expansion (Abramowitz and Stegun 26.7.5)."""
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    def is_below(angle: float) -> bool:
+        term, total = math.cos(angle) ** is_odd, 0.0
+        for power in range(is_odd, freedom - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+        total *= math.sin(angle)
+        return (2 / math.pi * (angle + total) if is_odd else total) < level
+
+    return math.sqrt(freedom) * math.tan(bisect(0.0, math.pi / 2, is_below))

@@ -190,22 +190,6 @@ class LoadLearner(Request[Done]):
     path: str
 
 
-class FineTuning(Notice):
-    """Progress of a fine-tuning worker."""
-
-    update: int
-    total: int
-    loss: float
-
-
-class FineTuned(Notice):
-    """Result of a fine-tuning worker, which has written the adapter into `sft.output`."""
-
-    metrics: dict[str, float]
-    left_out: dict[str, int]
-    """Number of pairs that were not trained on, by reason."""
-
-
 class EnvState(Reply):
     """Next turn of a game, or its result."""
 

@@ -1,5 +1,7 @@
 """Error rates of the canary with the bfloat16 noise recorded from a real model (noise/record.py)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import numpy as np

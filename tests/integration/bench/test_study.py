@@ -1,5 +1,7 @@
 """`python -m bench study`: real runs, killed and continued, with a scripted engine."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools
@@ -130,7 +132,8 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     first.kill()
     first.communicate()
     (whole,) = results(tmp_path)["runs"]
-    out = runs.output_of(runs.finish(begin(study, tmp_path, "--jobs", "2")))
+    code, out, err = runs.finish(begin(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
     assert runs.are_gone(children)
     content = results(tmp_path)
     found = [(run["seed"], run["arm"]) for run in content["runs"]]
@@ -145,7 +148,8 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.json").write_text((tmp_path / "tiny.json").read_text())
-    runs.output_of(runs.finish(begin(study, elsewhere)))
+    code, out, err = runs.finish(begin(study, elsewhere))
+    assert code == 0, out + err
     assert results(elsewhere) == content and not run_directories(elsewhere)
 
     (tmp_path / "tiny.json").unlink()
@@ -154,9 +158,10 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     assert results(tmp_path) == content
 
     loss = {"loss": {"metric": "learner/loss"}, "points": {"opponent": "scripted:random"}}
-    out = runs.output_of(
-        runs.finish(start(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), tmp_path, "--show"))
+    code, out, err = runs.finish(
+        start(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), tmp_path, "--show")
     )
+    assert code == 0, out + err
     assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
     assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
 
@@ -195,16 +200,17 @@ def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path, command:
 @pytest.mark.nightly
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: signal.Signals) -> None:
-    base = SCRIPTED | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
-    study = write_study(tmp_path, seeds=[1], base=base)
-    first = start(study, tmp_path, "--jobs", "2")
+    base = SLOW | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
+    begin, study = functools.partial(start, is_torchless=True), write_study(tmp_path, seeds=[1], base=base)
+    first = begin(study, tmp_path, "--jobs", "2")
     runs.wait_for(lambda: has_checkpoint_of(tmp_path, "one-seed-1") and has_checkpoint_of(tmp_path, "two-seed-1"))
     children = runs.children_of(first)
     first.send_signal(signum)
     out, err = first.communicate(timeout=120)
     assert first.returncode == 128 + signum, out + err
     assert runs.are_gone(children)
-    runs.output_of(runs.finish(start(study, tmp_path, "--jobs", "2")))
+    code, out, err = runs.finish(begin(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
     assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
 
 

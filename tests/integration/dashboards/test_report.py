@@ -1,5 +1,7 @@
 """The report as a person uses it: opened from disk in a browser without a network."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json
@@ -24,7 +26,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
 from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
-from unstable_lite.dashboards.report.page import Change, _changes
+from unstable_lite.dashboards.report.page import Change, _bands, _changes, _count_of
 from unstable_lite.dashboards.run_directory import RunData
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
@@ -35,12 +37,13 @@ from unstable_lite.models import BUILTIN
 from unstable_lite.models.local_tokenizer import CUT
 from unstable_lite.rollout.back_pressure import CountsByLength, StepCounts
 from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
-from unstable_lite.tracking.intervals import T_95, t_95, wilson_interval
+from unstable_lite.tracking.intervals import points_interval, student, wilson_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
+ARTEFACTS = Path(__file__).parents[3] / "artefacts" / "report"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 CKPT = ModelRef(uid="ckpt-2", kind="checkpoint", adapter_version=2)
@@ -293,9 +296,12 @@ def test_report_opens_offline_and_draws_its_curves(page: Page) -> None:
     entropy.scroll_into_view_if_needed()
     expect(entropy.locator("svg.main-svg").first).to_be_visible()
     won = page.locator("figure", has_text="Points against scripted:random").first
-    expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
+    expect(won.locator(".latest")).to_have_text("90.0 % (82.4 % – 94.5 %, n = 100)")
     won.get_by_text("Values").click()
     expect(won.locator("tbody tr")).to_have_count(2)
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "curves.png")
 
 
 @pytest.mark.browser
@@ -330,7 +336,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
     expect(tile).to_contain_text("Points against scripted:random")
     expect(tile.locator(".before")).to_have_text("50.0 %")
     expect(tile.locator(".after")).to_have_text("90.0 %")
-    expect(tile).to_contain_text("+40.0 points (+27.8 to +50.6)")
+    expect(tile).to_contain_text("+40.0 points (+27.6 to +50.8)")
     expect(tile).to_contain_text("Better, and by more than chance explains.")
     expect(page.locator(".alarms li")).to_have_text("update 3: engine and learner disagree by 0.3")
     expect(page.locator("#setup")).to_contain_text("abc123")
@@ -346,7 +352,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
         row: matrix.locator("tr", has=page.locator("th[scope=row]", has_text=row)).locator("td").first for row in MET
     }
     expect(cells["scripted:random"]).to_have_attribute(
-        "title", re.compile("^2 won, 0 drawn, 2 lost; 95 %: 15.0 % – 85.0 %")
+        "title", re.compile("^2 won, 0 drawn, 2 lost; 95 %: 7.2 % – 92.8 %")
     )
     expect(cells["ckpt-2"]).to_have_attribute("title", re.compile("^1 won, 1 drawn, 0 lost"))
     expect(cells["ckpt-2"]).to_have_text("752")  # 75 % of the points, 2 games
@@ -389,19 +395,26 @@ def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) ->
         f"{group}/checkpoint n": [50.0],
         f"{group}/checkpoint Win Rate": [0.5],
         f"{group}/checkpoint Win Rate low": [0.366],
+        f"{group}/checkpoint Win Rate high": [0.634],
+        f"{group}/Points": [0.625],
         f"{group}/concurrent checkpoint n": [20.0],
         f"{group}/concurrent checkpoint Invalid Rate": [0.1],
     }
-    run = {"steps": [1], "hours": [0.0], "series": series}
+    run = RunData.__new__(RunData)
+    run.curves = series
+    counts, bands = {name: _count_of(name) for name in series}, dict(_bands(run))
+    data = {"steps": [1], "hours": [0.0], "series": series, "countOf": counts, "bands": bands}
     points = shared_page.evaluate(
         "([run, names]) => Object.fromEntries(names.map((name) => [name, metricPoints(run, name)[0]]))",
-        [run, [name for name in series if not name.endswith("n")]],
+        [data, [name for name in series if not name.endswith("n")]],
     )
     of = {name.removeprefix(f"{group}/"): point for name, point in points.items()}
-    for name, n in (("Win Rate", 512), ("checkpoint Win Rate", 50), ("concurrent checkpoint Invalid Rate", 20)):
-        point = of[name]
+    for name, n in (("Win Rate", 512), ("concurrent checkpoint Invalid Rate", 20)):
+        point, count = of[name], round(of[name]["y"] * n)
         assert point["n"] == n
-        assert [point["low"], point["high"]] == pytest.approx(wilson_interval(round(point["y"] * n), n), abs=2e-3)
+        assert [point["low"], point["high"]] == pytest.approx(points_interval(count, 0, n - count))
+    assert [of["checkpoint Win Rate"][edge] for edge in ("low", "high", "n")] == [0.366, 0.634, 50]
+    assert [of["Points"][edge] for edge in ("low", "high")] == pytest.approx(points_interval(256, 128, 128))
     assert of["checkpoint Win Rate low"]["low"] is None
 
 
@@ -478,7 +491,9 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
     page.locator("[data-act=mode]").select_option("logprob")
     tokens = page.locator(".sampled .tok")
     generation = GAMES[9].turns[2].generation
+    assert generation is not None
     expected = pieces(generation.completion_ids.tolist(), generation.text, TOKENIZER)
+    assert expected is not None
     assert [one.text_content() for one in tokens.all()] == [text for text, _ in expected]
     assert "".join(text for text, _ in expected) == f"{generation.text}<|im_end|>"
     strength = "element => parseFloat(element.style.getPropertyValue('--strength'))"
@@ -514,6 +529,7 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
 def test_pieces_of_a_completion_keep_split_characters_and_bytes_together() -> None:
     ids = TOKENIZER.encode("a \U0001f389 b").ids
     made = pieces(ids, "a \U0001f389 b", TOKENIZER)
+    assert made is not None
     assert sum(count for _, count in made) == len(ids)
     assert ("\U0001f389", 4) in made
     assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
@@ -584,6 +600,9 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
     light, dark = open_page(one_run), open_page(one_run, color_scheme="dark")
     was = light.evaluate(background)
     assert dark.evaluate(background) != was
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    for page, name in ((light, "light"), (dark, "dark")):
+        page.screenshot(path=ARTEFACTS / f"{name}.png")
     for _ in range(2):
         light.locator("#theme").click()
     assert light.locator("#theme").inner_text() == "dark"
@@ -594,6 +613,7 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
     choose(phone, 9)
     expect(phone.locator("#list")).to_be_hidden()
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    phone.screenshot(path=ARTEFACTS / "phone.png")
     phone.get_by_role("button", name="All games").click()
     expect(phone.locator("#list")).to_be_visible()
 
@@ -643,7 +663,7 @@ def test_ten_thousand_games_are_paged_and_found(tmp_path: Path, open_page: OpenR
 
 
 @pytest.mark.browser
-def test_several_runs_are_drawn_with_mean_and_spread(tmp_path: Path, open_page: OpenReport) -> None:
+def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page: OpenReport) -> None:
     seeds = [
         write_run(
             tmp_path / f"12-00-0{seed}-a", config={"run": {"learning_steps": 3, "seed": seed}}, won_after=80 + 10 * seed
@@ -656,15 +676,17 @@ def test_several_runs_are_drawn_with_mean_and_spread(tmp_path: Path, open_page: 
     expect(tiles).to_have_count(2)
     expect(tiles.first).to_contain_text("learning_rate 1e-05")
     expect(tiles.first.locator(".after")).to_have_text("85.0 %")
-    expect(tiles.first).to_contain_text("n = 200, SD over 2 seeds 7.1 %")
+    expect(tiles.first).to_contain_text("21.5 % – 100.0 %, n = 200, over 2 seeds")
     won = page.locator("figure", has_text="Points against scripted:random").first
     won.get_by_text("Values").click()
-    expect(won.locator("tbody")).to_contain_text("85.0 % ± 7.1 % SD, 2 seeds")
+    expect(won.locator("tbody")).to_contain_text("85.0 % (21.5 % – 100.0 %, 2 seeds)")
     page.get_by_label("show").select_option("runs")
     expect(page.locator("#legend span:not(.swatch)")).to_have_count(3)
     expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
     page.locator("#filters [name=run]").select_option("2")
     expect(page.locator("#count")).to_have_text("10 of 30 games")
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "compared.png")
 
 
 @pytest.mark.browser
@@ -764,34 +786,25 @@ def test_spread_between_seeds_counts_as_chance(tmp_path: Path, is_share: bool) -
 
     apart = change(0.3, 0.5, 0.9)  # 400 games each: pooled, they would be conclusive
     assert (apart.seeds, apart.verdict) == (3, "undecided")
-    half = 4.303 * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
-    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, 0.8 / 3 + half))
-    alike = change(0.5, 0.5, 0.5)
+    cut = 1.0 if is_share else math.inf
+    half = student(2) * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
+    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, min(0.8 / 3 + half, cut)))
+    alike = change(0.50, 0.51, 0.52)
     alone = change(0.5)
     assert (alike.verdict, alone.verdict) == ("better", "better")
-    assert alike.difference[1] > alone.difference[1]  # it has more games
-
-
-def test_t_quantiles_match_their_tails() -> None:
-    for freedom, quantile in enumerate(T_95, start=1):
-        x = (np.arange(100_000) + 0.5) * quantile / 100_000
-        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
-        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
-        assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
-    assert [t_95(freedom) for freedom in (15, 16, 30, 199)] == pytest.approx([2.131, 2.120, 2.042, 1.972], abs=1e-3)
 
 
 def test_identical_rewards_are_proof_only_in_large_numbers(tmp_path: Path) -> None:
     for n, verdict in ((3, "undecided"), (400, "better")):
         (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
-        rare = wilson_interval(0, n)[1]
+        rare = wilson_interval(0, n, student(n - 1))[1]
         assert change.first[1:3] == pytest.approx((-rare, rare))
         assert change.last[1:3] == pytest.approx((1 - 2 * rare, 1))
         assert change.verdict == verdict
 
 
 def test_tile_states_its_number_of_seeds_and_its_first_update(tmp_path: Path) -> None:
-    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
+    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9 + seed / 50)).directory for seed in range(3)]
     for among, words in ((runs[:1], "One seed"), (runs, "3 seeds")):
         text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
         (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)

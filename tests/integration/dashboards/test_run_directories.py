@@ -1,5 +1,7 @@
 """The `runs` command, and run directories in odd states."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import os
@@ -22,7 +24,6 @@ from unstable_lite.config.reading import read_config
 from unstable_lite.dashboards.run_directory import list_runs
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
-from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.run_directory import create_run_directory
 
 
@@ -63,9 +64,8 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> None:
 def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -> dict[str, Any]:
     wins, cell = round(win_rate * n), {"env_id": "Nim-v0-train", "opponent": "scripted:random"}
     who = {"label": label, "model": model, "step": int(model.removeprefix("ckpt-")), **cell}
-    points = {"points": win_rate, "points_interval": points_interval(wins, 0, n - wins)}
-    reward = {"mean_reward": 0.0, "reward_interval": [-0.1, 0.1]}
-    return {**who, "n": n, "wins": wins, "draws": 0, "losses": n - wins, **points, **reward}
+    rest = {"points": win_rate, "mean_reward": 0.0, "reward_std": 0.9, "invalid": 0, "void": 0}
+    return {**who, "n": n, "wins": wins, "draws": 0, "losses": n - wins, **rest}
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The dashboard and the files it reads. test_run.py has it watch a real run."""
 
+from __future__ import annotations
+
 import fcntl
 import io
 import json
@@ -27,7 +29,6 @@ from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.orchestrator.workers import environment
-from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.records import LeagueLog
 from unstable_lite.tracking.run_directory import newest_run
 
@@ -64,8 +65,8 @@ def directory(tmp_path: Path) -> Path:
         for step, wins in ((0, 40), (12, 75)):
             cell = {"label": "before", "model": f"ckpt-{step}", "env_id": "Nim-v0-train", "opponent": "scripted:random"}
             counts = {"step": step, "n": 100, "wins": wins, "draws": 0, "losses": 100 - wins}
-            points = {"points": wins / 100, "points_interval": points_interval(wins, 0, 100 - wins)}
-            evaluations.write(json.dumps(cell | counts | points) + "\n")
+            rest = {"points": wins / 100, "invalid": 0, "void": 0, "mean_reward": wins / 50 - 1, "reward_std": 0.9}
+            evaluations.write(json.dumps(cell | counts | rest) + "\n")
     alarm = {"step": 3, "time": 0.0, "text": "a [bold]hostile[/bold] alarm"}
     (tmp_path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     engine = {"name": "engine-0", "pid": os.getpid(), "device": "cpu", "state": "ready", "waited_for": 3}
@@ -113,7 +114,7 @@ def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width
         "ckpt-12",
         "of 13 rated models",
         "75.0%",
-        "66%–82%",
+        "66%–83%",
     ):
         assert fact in text, fact
     assert "engine-0 (cpu)" in text and "99 tok/s" in text

@@ -1,5 +1,7 @@
 """Evaluations as a user starts them: real engine processes, with a model only if the test is about the model."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import csv
@@ -32,7 +34,7 @@ from unstable_lite.evaluation.results import CellEvaluation, Results, results_ta
 from unstable_lite.files import read_records
 from unstable_lite.orchestrator.workers import started_engines
 from unstable_lite.tracking.evaluations import POINTS
-from unstable_lite.tracking.intervals import wilson_interval
+from unstable_lite.tracking.intervals import student
 
 PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
 SCRIPTED = (
@@ -91,7 +93,8 @@ def test_tables_agree_with_the_games(played: Played) -> None:
         assert int(row["n"]) + int(row["void"]) == 8
         wins = sum(game["outcome"] == "win" for game in own)
         assert int(row["wins"]) == evaluation.wins == wins
-        assert (float(row["low"]), float(row["high"])) == pytest.approx(wilson_interval(wins, evaluation.n), abs=1e-5)
+        edges = float(row["interval_low"]), float(row["interval_high"])
+        assert edges == pytest.approx(evaluation.interval, abs=1e-5)
         assert float(row["mean_reward"]) == pytest.approx(sum(game["reward"] for game in own) / len(own))
         assert int(row["own_invalid"]) == sum(game["own_invalid"] for game in own)
     markdown = (output / "table.md").read_text().splitlines()
@@ -110,7 +113,7 @@ async def test_call_within_an_event_loop_returns_the_rows_of_the_table(run: Path
         assert {name: "" if x is None else str(x) for name, x in row.items() if not isinstance(x, float)} == {
             name: x for name, x in written.items() if not isinstance(row[name], float)
         }
-        assert row["n"] == 4 and row["points_low"] < row["points"] < row["points_high"]
+        assert row["n"] == 4 and row["interval_low"] < row["points"] < row["interval_high"]
     assert (rows[0]["change"], rows[1]["compared_with"]) == (None, "base")
 
 
@@ -177,8 +180,8 @@ def test_models_are_compared_on_common_seeds_without_void_games(played: Played, 
         row = in_csv[other.model]
         assert (row["compared_with"], row["change_seeds"]) == ("base", "4")
         assert float(row["change"]) == pytest.approx(fmean(gained), abs=1e-6)
-        half = (float(row["change_high"]) - float(row["change_low"])) / 2
-        assert half == pytest.approx(3.182 * stdev(gained) / 2, abs=1e-5)
+        edges, half = (float(row["change_low"]), float(row["change_high"])), student(3) * stdev(gained) / 2
+        assert edges == pytest.approx((max(fmean(gained) - half, -1), min(fmean(gained) + half, 1)), abs=1e-5)
         assert change.startswith(f"{other.model}: change since base: {100 * fmean(gained):+.1f} points (95 %: ")
     assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
 
@@ -357,7 +360,8 @@ async def test_env_without_winners_shows_the_reward(run: Path, tmp_path: Path) -
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["opponent"], row["win_rate"], int(row["n"]) + int(row["void"])) == ("none", "", 3)
-    assert {row[name] for name in ("low", "high", "points", "points_low", "points_high")} == {""}
+    edges = float(row["interval_low"]), float(row["interval_high"])
+    assert row["points"] == "" and edges == pytest.approx(done.evaluations[0].interval, abs=1e-5)
     assert "points" not in (tmp_path / "out" / "table.md").read_text()
     assert float(row["mean_reward"]) == pytest.approx(done.evaluations[0].mean_reward)
 
@@ -473,10 +477,12 @@ def test_dead_engine_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path)
 @pytest.mark.nightly
 def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
     overrides = ("run.eval_games=60", "run.learning_steps=1", "run.checkpoint_every=1", "run.num_eval_workers=0")
-    runs.output_of(runs.run("run", runs.write_small(tmp_path), *overrides))
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *overrides)
+    assert code == 0, out + err
     trained, output = runs.run_directory(tmp_path), tmp_path / "out"
     models = ("base", trained / "checkpoints" / "latest")
-    out = runs.output_of(runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1"))
+    code, out, err = runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1")
+    assert code == 0, out + err
     assert "120 games played" in out
     assert "Nim-v0-train against scripted:random" in out
     offline = {row["model"]: row for row in read_csv(output / "table.csv")}
@@ -484,8 +490,8 @@ def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
     for model in ("base", "ckpt-1"):
         row, (low, high) = offline[model], online[model]["interval"]
         assert int(row["n"]) + int(row["void"]) == 60
-        assert float(row["low"]) <= high, model
-        assert low <= float(row["high"]), model
+        assert float(row["interval_low"]) <= high, model
+        assert low <= float(row["interval_high"]), model
 
 
 async def test_adapter_of_another_shape_is_an_error(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Exact answer probabilities, compared with the model computed by hand."""
 
+from __future__ import annotations
+
 import csv
 import subprocess
 import sys
@@ -10,9 +12,11 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from fakes import runs
 from unstable_lite.adapters import peft_files
+from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, EnvError, ModelError, UnsupportedEnvError
 from unstable_lite.evaluation import action_distribution
@@ -130,6 +134,12 @@ def shouted(text: str) -> tuple[str, bool]:
     return text.upper(), True
 
 
+def probe(model: Path) -> str:
+    ended = CliRunner().invoke(app, ["probe", str(model), "--games", "4", "--device", "cpu"], env={"COLUMNS": "200"})
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
 @pytest.mark.nightly
 def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Path) -> None:
     config = runs.write_small(tmp_path)
@@ -137,7 +147,7 @@ def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Pat
     for number, scale in ((1, 0.0), (2, 0.2)):
         write_adapter(run / "checkpoints" / f"ckpt-{number}", scale)
     (run / "config.toml").write_text(config.read_text() + "[lora]\nlora_rank = 4\nlora_alpha = 32\n")
-    out = runs.output_of(runs.run("probe", run, "--games", "4", "--device", "cpu"))
+    out = probe(run)
     assert "state dependence" in out and "ckpt-2" in out
     with (run / "probe.csv").open(newline="") as file:
         rows = {row["model"]: row for row in csv.DictReader(file)}
@@ -148,7 +158,7 @@ def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Pat
     assert abs(float(rows["ckpt-2"]["optimal"]) - float(rows["base"]["optimal"])) > 1e-3
     for row in rows.values():
         assert float(row["action_entropy_low"]) < float(row["action_entropy"]) < float(row["action_entropy_high"])
-    out = runs.output_of(runs.run("probe", run / "checkpoints" / "ckpt-1", "--games", "4", "--device", "cpu"))
+    out = probe(run / "checkpoints" / "ckpt-1")
     assert "ckpt-1" in out and "ckpt-2" not in out
 
 

@@ -209,9 +209,10 @@ def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path
 @pytest.mark.nightly
 def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
-    code, out, err = runs.run("run", runs.write_small(tmp_path), engine, steps.format(1), "run.eval_games=0")
+    small = runs.write_small(tmp_path)
+    code, out, err = runs.run_torchless("run", small, engine, steps.format(1), "run.eval_games=0")
     assert code == 0 and "resumed: False" in out, out + err
-    code, out, err = runs.run("run", "--resume", runs.run_directory(tmp_path), steps.format(2))
+    code, out, err = runs.run_torchless("run", "--resume", runs.run_directory(tmp_path), steps.format(2))
     assert code == 0 and "resumed: True" in out, out + err
 
 
@@ -261,14 +262,15 @@ def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: P
         lines = [line for path in tmp_path.glob("outputs/*/*/eval.jsonl") for line in read_records(path)]
         return [(line["label"], line["step"], line["env_id"]) for line in lines]
 
-    process = runs.start("run", small, "run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    overrides = ("run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    process = runs.start_torchless("run", small, *overrides)
     runs.wait_for(lambda: ("after", 1, "Nim-v0-train") in evaluations())
     os.kill(process.pid, signal.SIGKILL)
     runs.finish(process)
     before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train")]
     directory = runs.run_directory(tmp_path)
-    code, out, err = runs.run("run", "--resume", directory)
+    code, out, err = runs.run_torchless("run", "--resume", directory)
     assert code == 0, out + err
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
     assert [line["step"] for line in updates_of(directory)] == [1]

@@ -1,5 +1,7 @@
 """A run's output is closed, full or limited to few characters; the run continues."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os

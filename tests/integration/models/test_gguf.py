@@ -1,5 +1,7 @@
 """A GGUF file is converted into a model directory once; if that fails, there is one clear message and no file left."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import struct
@@ -128,10 +130,12 @@ def test_check_run_and_resume_accept_the_file_as_any_model(
     code, out, err = runs.run("check", config, model)
     assert (code, err) == (0, ""), err
     assert str(whole_file) in out
-    runs.output_of(runs.run("run", config, model, steps, "run.eval_games=0"))
+    code, _, err = runs.run("run", config, model, steps, "run.eval_games=0")
+    assert code == 0, err
     directory = runs.run_directory(tmp_path)
     assert str(whole_file) in (directory / "config.toml").read_text()
-    runs.output_of(runs.run("run", "--resume", directory, "run.learning_steps=2"))
+    code, _, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    assert code == 0, err
     assert (directory / "checkpoints" / "ckpt-2").is_dir()
     assert find_tokenizer(str(whole_file)) is not None
     assert len(left_in(filled_cache)) == 1
@@ -191,7 +195,7 @@ def test_leftovers_of_a_killed_conversion_are_removed_by_the_next(
     assert set(left_in(cache)) == {new}  # another process may be using it
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.9])
 def test_truncated_file_gives_one_message(whole_file: Path, cache: Path, tmp_path: Path, share: float) -> None:
     path = tmp_path / "cut.gguf"
     content = whole_file.read_bytes()

@@ -1,5 +1,7 @@
 """A real pretrained model, given as a GGUF file, starts and trains without a canary alarm."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import asyncio
 import signal
 import subprocess
@@ -81,6 +83,7 @@ def test_background_run_can_be_stopped_and_awaited(tmp_path: Path, torchless: di
     assert run.directory == summary.directory
     assert summary.updates < 10_000
     if summary.updates:
+        assert summary.checkpoint is not None
         assert summary.checkpoint.name == f"ckpt-{summary.updates}"
 
 
@@ -163,7 +166,8 @@ def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
 
 @pytest.mark.nightly
 def test_background_run_outlives_its_script(tmp_path: Path) -> None:
-    runs.output_of(runs.finish(script(tmp_path, steps=3)))
+    code, out, err = runs.finish(script(tmp_path, steps=3))
+    assert code == 0, out + err
     assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-3").is_dir()
 
 
@@ -178,6 +182,7 @@ def test_interrupted_background_run_saves(tmp_path: Path, end: str) -> None:
     process = script(tmp_path, 100_000, end)
     runs.wait_for(lambda: runs.num_updates(tmp_path))
     process.send_signal(signal.SIGINT)
-    out = runs.output_of(runs.finish(process))
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
     assert list((runs.run_directory(tmp_path) / "checkpoints").glob("ckpt-*"))
     assert " made" in out or not end

@@ -1,12 +1,14 @@
 """A run that trains a game and asks questions: the order of questions, scores on disk, and the file's digest."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.runs import output_of, run, run_torchless, write_small
+from fakes.runs import run, run_torchless, write_small
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.files import read_records
@@ -14,7 +16,7 @@ from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.checkpoint import lasting_changes
-from unstable_lite.tracking.intervals import wilson_interval
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.types import ModelRef
 
@@ -37,6 +39,7 @@ def write_config(directory: Path, questions: Path) -> Path:
 def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", [1, 2])
     config, _ = read_config(write_config(tmp_path, questions))
+    assert config is not None
     made, env_id = create_run_directory(config), config.eval_envs[1].env_id
     recorded = json.loads((made / "versions.json").read_text())["questions"]
     assert recorded == {env_id: read_questions(env_id).sha256}
@@ -51,12 +54,13 @@ def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", ["1/2", 7, "half", 0.5])
-    out = output_of(run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6"))
+    code, out, err = run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6")
+    assert code == 0, out + err
     (made,) = (tmp_path / "outputs").glob("*/*")
     lines = [line for line in read_records(made / "eval.jsonl") if line["env_id"] == f"questions:{questions}"]
     for line in (line for line in lines if line["label"] != "concurrent"):
         assert (line["n"], line["wins"], line["points"]) == (6, 3, 0.5)
-        assert tuple(line["points_interval"]) == pytest.approx(wilson_interval(3, 6))
+        assert tuple(line["interval"]) == pytest.approx(points_interval(3, 0, 3))
         assert line["scores"] == [[1], [0], [0], [1], [1], [0]]
     assert {line["label"] for line in lines} >= {"before", "after"}
     assert "answered 50.0% of 6 questions right" in out
@@ -67,7 +71,8 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
 
     output = tmp_path / "offline"
     offline = ("eval", "base", "--config", made / "config.toml", "--output", output, "--env", f"questions:{questions}")
-    output_of(run(*offline, "--games", "4"))
+    code, out, err = run(*offline, "--games", "4")
+    assert code == 0, out + err
     assert [row["outcome"] for row in sorted(read_records(output / "results.jsonl"), key=lambda row: row["game"])] == [
         "win", "loss", "loss", "loss"
     ]  # fmt: skip

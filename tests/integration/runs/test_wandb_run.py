@@ -1,5 +1,7 @@
 """Weights & Biases: whole runs whose records are read from W&B's own files, without a network."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -38,7 +40,10 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     identity = json.loads((first / IDENTITY).read_text())
     moved = Path(shutil.move(first, tmp_path / "moved"))
     newest = max(int(path.name.removeprefix("ckpt-")) for path in moved.glob("checkpoints/ckpt-*"))
-    runs.output_of(runs.run_torchless("run", "--resume", moved, f"run.learning_steps={newest + 2}", "run.eval_games=4"))
+    code, out, err = runs.run_torchless(
+        "run", "--resume", moved, f"run.learning_steps={newest + 2}", "run.eval_games=4"
+    )
+    assert code == 0, out + err
     before, after = offline_runs(moved)
     assert identity == {"entity": None, "project": "tests", "id": before.id}
     assert json.loads((moved / IDENTITY).read_text()) == identity

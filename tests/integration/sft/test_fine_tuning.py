@@ -20,12 +20,12 @@ from unstable_lite.errors import RequestError
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES, format_prompt, templates_for
 from unstable_lite.models import resolve_model
+from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import Pair
 from unstable_lite.sft.session import collect_pairs
-from unstable_lite.sft.worker import FineTuner
-from unstable_lite.transport.messages import FineTuning, Generate
+from unstable_lite.transport.messages import Generate
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import Generation, TrainItem
+from unstable_lite.types import Generation
 
 MakeConfig = Callable[..., Config]
 STOP_ID = 2
@@ -37,7 +37,7 @@ def pairs(make_config: MakeConfig) -> list[Pair]:
     """Return turns of random players in TicTacToe."""
     found: list[Pair] = []
     config = make_config(sft={"pairs": 60, "filter": ()})
-    asyncio.run(collect_pairs(config, PlayerFactory(no_engine), found.append, lambda _: None))
+    asyncio.run(collect_pairs(config, PlayerFactory(no_engine), lambda of_game, _: found.extend(of_game)))
     return found
 
 
@@ -47,17 +47,6 @@ async def no_engine(prompt: str, version: int, stop: tuple[str, ...], seed: int 
 
 def prompt_of(pair: Pair) -> str:
     return format_prompt("tiny", pair.observation, 2)
-
-
-def train(tuner: FineTuner, items: list[TrainItem]) -> tuple[list[FineTuning], list[float]]:
-    """Return the progress of the training and the mean loss of each pass."""
-    progress: list[FineTuning] = []
-    training = tuner.train(items)
-    while True:
-        try:
-            progress.append(next(training))
-        except StopIteration as end:
-            return progress, end.value
 
 
 def start_engine(config: Config) -> Engine:
@@ -143,12 +132,13 @@ def test_few_pairs_are_memorised_with_their_stop_token(
     by_prompt = {pair.observation: pair for pair in pairs}
     few = [replace(pair, completion=f"\\boxed{{[{n}]}} {n}!") for n, pair in enumerate(list(by_prompt.values())[:5])]
     config = make_config(sft={"epochs": 60, "batch_size": 5, "learning_rate": 1e-2, "holdout": 0})
-    tuner = FineTuner(config, "cpu")
+    progress: list[tuple[int, int]] = []
+    tuner = FineTuner(config, "cpu", lambda update, total, _: progress.append((update, total)))
     items, _ = tuner.tokenise(few)
     before = tuner.agreement(items)
-    progress, losses = train(tuner, items)
+    losses = tuner.train(items)
     after = tuner.agreement(items)
-    assert [(done.update, done.total) for done in progress] == [(number, 60) for number in range(1, 61)]
+    assert progress == [(number, 60) for number in range(1, 61)]
     assert before["accuracy"] == 0 and after["accuracy"] == 1
     assert after["loss"] < losses[0] / 2
     peft_files.write_files(tmp_path, *tuner.policy.adapter_state())
@@ -165,7 +155,7 @@ def test_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[P
         config = make_config(sft={"epochs": 1, "batch_size": 6})
         tuner = FineTuner(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), "cpu")
         items, _ = tuner.split(tuner.tokenise(pairs[:24])[0])
-        train(tuner, items)
+        tuner.train(items)
         return list(tuner.policy.adapter_state()[0].values())
 
     first, second, other = trained(0), trained(0), trained(1)
@@ -208,7 +198,20 @@ def test_unusable_pairs_are_left_out_and_counted(make_config: MakeConfig, pairs:
     }
 
 
+def test_pair_is_laid_out_by_the_template_of_its_env_or_of_the_first(
+    make_config: MakeConfig, pairs: list[Pair]
+) -> None:
+    config = make_config()
+    (first,) = config.train_envs
+    other = first.model_copy(update={"env_id": "Nim-v0-train", "prompt_template": "qwen3-zs"})
+    tuner = FineTuner(config.model_copy(update={"train_envs": (first, other)}), "cpu")
+    named = [replace(pairs[0], env_id=env_id) for env_id in (other.env_id, first.env_id, "", "Chess-v0")]
+    of_other, *of_first = [item.prompt_ids.tolist() for item in tuner.tokenise(named)[0]]
+    assert of_first == [tuner._tokenizer.encode(prompt_of(pairs[0])).tolist()] * 3
+    assert of_other == tuner._tokenizer.encode(format_prompt("qwen3-zs", pairs[0].observation, 2)).tolist()
+
+
 def test_non_finite_loss_ends_the_training_with_the_reason(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(sft={"learning_rate": 1e30, "batch_size": 6}), "cpu")
     with pytest.raises(RequestError, match=r"update \d+ .*sft\.learning_rate"):
-        train(tuner, tuner.tokenise(pairs)[0])
+        tuner.train(tuner.tokenise(pairs)[0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_sft_leaves_an_adapter_its_pairs_and_its_settings(warm: tuple[Path, str]
     how = json.loads((made / "sft.json").read_text())
     assert how["model_name"] == "builtin:tiny" and how["sft"]["players"] == ["scripted:random"]
     assert how["num_pairs"] == 60 and how["left_out"]["not the winner's"] > 0
-    assert {path.name for path in (made / "logs").iterdir()} == {"orchestrator.log", "sft.log"}
+    assert {path.name for path in (made / "logs").iterdir()} == {"orchestrator.log"}
     metrics = how["metrics"]
     assert metrics["num_trained"] + metrics["num_held_out"] == 60
     assert metrics["train_loss_last_epoch"] < metrics["train_loss_first_epoch"]
@@ -126,13 +127,11 @@ def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tupl
     while not any("update 1/" in line for line in output):
         output.append(process.stdout.readline())
         assert output[-1], "".join(output)
-    children = runs.children_of(process)
-    assert len(children) == 1
+    assert not runs.children_of(process)
     process.send_signal(signal.SIGINT)
     code, _, err = runs.finish(process, 30)
     assert code == 130
     assert "Traceback" not in err
-    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert (tmp_path / "warm" / "pairs.jsonl").read_text() == given.read_text()
     assert not (tmp_path / "warm" / "adapter_config.json").exists()
 
@@ -152,7 +151,9 @@ def test_dead_engine_ends_the_collection_and_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_model_is_imitated_until_its_budget_is_spent_and_training_has_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     with serving() as server:
         server.answer = lambda body: chat_reply("One from the first. \\boxed{[0 1]}")
@@ -160,7 +161,7 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
         limits = (f'opponents.base_url="{server.url}"', "opponents.max_requests=20", "run.num_collection_workers=2")
         plan = load_sft_plan(write(tmp_path), (*players, *limits))
         console = Console(file=io.StringIO(), width=200)
-        record = asyncio.run(run_sft(plan, TerminalInterface(console), collect_only=True))
+        record = run_sft(plan, TerminalInterface(console), collect_only=True)
     pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl")
     assert 0 < record["num_pairs"] == len(pairs) <= 20 == len(server.bodies)
     assert {(pair.player, pair.completion) for pair in pairs} == {
@@ -169,6 +170,15 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
     assert record["games"] < 30, "no game is played without need"
     assert isinstance(console.file, io.StringIO)
     assert f"{len(pairs)} of 60" in console.file.getvalue()
+    on_these = (
+        f"sft.data={tmp_path / 'warm' / 'pairs.jsonl'}",
+        "sft.players=[]",
+        "sft.epochs=1",
+        "engine.max_generation_len=64",
+    )
+    with mock.patch.dict(os.environ):
+        run_sft(load_sft_plan(write(tmp_path), on_these), TerminalInterface(console))
+        assert "OPENAI_API_KEY" not in os.environ, "a model's code is not given it"
 
 
 @pytest.mark.parametrize(

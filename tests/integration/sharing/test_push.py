@@ -1,5 +1,7 @@
 """Published folders, and real uploads to a server that plays the hub."""
 
+from __future__ import annotations
+
 import html
 import json
 import os
@@ -69,17 +71,11 @@ def push(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def published(run: Path, folder: Path, *arguments: str) -> str:
-    """Write what would be published into `folder`, and return its card."""
-    code, output = push(run, "me/nim", *arguments, "--dry-run", folder)
-    assert code == 0, output
-    return (folder / "README.md").read_text()
-
-
 def test_card_says_that_a_checkpoint_was_not_evaluated(run: Path, tmp_path: Path) -> None:
     path = run / "eval.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    published(run, tmp_path / "folder")
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
     assert "\n\nThe run did not evaluate `ckpt-2`.\n\n" in (tmp_path / "folder" / "README.md").read_text()
 
 
@@ -95,7 +91,7 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
     facts = yaml.safe_load(front)
     assert facts["library_name"] == "peft" and "license" not in facts and "unstable-lite" in facts["tags"]
     assert "base_model" not in facts  # a packaged base is on no hub
-    assert "ckpt-2 scored 87.0% of the points in 100 games of Nim-v0-train" in text and "(95 %: 79.0% – 92.2%)" in text
+    assert "ckpt-2 scored 87.0% of the points in 100 games of Nim-v0-train" in text and "(95 %: 78.9% – 92.3%)" in text
     assert "base scored 48.0%" in text and "ckpt-1" not in text
     assert "torch 2.13.0" in text and "vllm serve" not in text
     assert "<|im_start|>user\n{observation}<|im_end|>" in text
@@ -123,7 +119,8 @@ def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -
     import transformers
 
     folder = tmp_path / "folder"
-    published(run, folder, "--merge", "--checkpoint", "1")
+    code, output = push(run, "me/nim", "--merge", "--checkpoint", "1", "--dry-run", folder)
+    assert code == 0, output
     base = str(BUILTIN["builtin:tiny"])
     auto = transformers.AutoModelForCausalLM
     adapted = peft.PeftModel.from_pretrained(
@@ -176,10 +173,13 @@ def test_base_that_others_lack_is_refused_and_may_be_named(run: Path, tmp_path: 
     config.write_text(config.read_text().replace('"builtin:tiny"', f'"{local}"'))
     code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
     assert code == 1 and "--base-model" in output and "--merge" in output
-    card = published(run, tmp_path / "folder", "--base-model", "org/base", "--license", "mit")
+    code, output = push(run, "me/nim", "--base-model", "org/base", "--license", "mit", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    card = (tmp_path / "folder" / "README.md").read_text()
     assert "base_model: org/base" in card and "vllm serve org/base --enable-lora" in card and "my-base" not in card
     assert "license: mit" in card
-    published(run, tmp_path / "merged", "--merge")
+    code, output = push(run, "me/nim", "--merge", "--dry-run", tmp_path / "merged")
+    assert code == 0, output
     assert "base_model:" not in (tmp_path / "merged" / "README.md").read_text()
     assert all(str(tmp_path).encode() not in file.read_bytes() for file in (tmp_path / "merged").iterdir())
     local.unlink()
@@ -217,21 +217,21 @@ def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) ->
     )
     text = text.replace("[[train_envs]]\n", '[[train_envs]]\nenv_kwargs = { note = "my private text" }\n')
     config.write_text(text + OPEN_TABLES)
-    published(run, tmp_path / "folder")
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
     for file in (tmp_path / "folder").iterdir():
         assert b"my private text" not in file.read_bytes(), file.name
-    config_text = (tmp_path / "folder" / "config.toml").read_text()
-    line = config_text.partition("\n")[0]
+    published = (tmp_path / "folder" / "config.toml").read_text()
+    line = published.partition("\n")[0]
     assert line.startswith("# Left out: engine.options, learner.options, ") and line.endswith(
         "--with-options publishes them."
     )
     for name in ("rewards.final_reward_transformation.note", "mine:Sampler", "train_envs.env_kwargs"):
         assert f"{name}, " in line
-    assert 'name = "mine:Reward"' in config_text and "win_reward = 2" in config_text and 'mine:Sampler"]' in config_text
-    assert (
-        "opponent_sampling_strategy" in config_text and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
-    )
-    published(run, tmp_path / "whole", "--with-options")
+    assert 'name = "mine:Reward"' in published and "win_reward = 2" in published and 'mine:Sampler"]' in published
+    assert "opponent_sampling_strategy" in published and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
+    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "whole")
+    assert code == 0, output
     assert (tmp_path / "whole" / "config.toml").read_text().count("my private text") == 7
 
 
@@ -277,7 +277,8 @@ def test_words_that_look_like_no_credential_are_published(
     with (run / "config.toml").open("a") as file:
         file.write('[engine.options]\ntokenizer_mode = "automatic"\nkeys = 12345678\nurl = "https://host/a@b"\n')
         file.write('[templates.mine]\nuser = "{observation} task-oriented-answer, risk-averse-play, hf_hub_download"\n')
-    published(run, tmp_path / "folder", "--with-options")
+    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
 
 
 EVIL = "evil | <script>x</script> ![i](http://e) `code` [l](u) *b* _e_ ~~s~~ [red]x & $m$"
@@ -293,7 +294,8 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
         config.read_text().replace('"tiny"', '"mine|<b>`"')
         + '[templates."mine|<b>`"]\nuser = """\n{observation}\n```\n<script>\n````\n# out"""\n'
     )
-    published(run, tmp_path / "folder")
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
     text = (tmp_path / "folder" / "README.md").read_text().split("---\n", 2)[2]
     page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
     for tag in ("<script", "<img", "<b>", "<em>", "<strong>", "<s>", "<a "):
@@ -304,7 +306,9 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
 
 
 def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_path: Path) -> None:
-    card = published(run, tmp_path / "folder", "--base-model", 'org/x"; import os #$(id)')
+    code, output = push(run, "me/nim", "--base-model", 'org/x"; import os #$(id)', "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    card = (tmp_path / "folder" / "README.md").read_text()
     assert 'base = "org/x\\"; import os #$(id)"\n' in card
     assert "vllm serve 'org/x\"; import os #$(id)' --enable-lora" in card
 

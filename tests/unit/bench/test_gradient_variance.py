@@ -1,5 +1,7 @@
 """The variance of the gradient is estimated without bias, and measuring it does not change the update."""
 
+from __future__ import annotations
+
 import json
 import random
 from collections import Counter
@@ -17,7 +19,7 @@ from torch import Tensor
 from bench.gradient_variance import Moments
 from bench.role_average import RoleAverage
 from bench.shuffled_rewards import ShuffledRewards
-from fakes.game_records import CONTEXT
+from fakes.step_contexts import CONTEXT
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import load_learner
 from unstable_lite.reward_transformations import RoleAdvantageByEnvFormatter
@@ -69,7 +71,7 @@ def items(make_items: Make) -> list[TrainItem]:
 def test_estimates_are_unbiased_for_units_of_a_known_distribution() -> None:
     """Units are groups of two games that share a part; the second baseline's gradients are three times the first's."""
     generator, mean = torch.Generator().manual_seed(0), torch.tensor([0.9, -0.6, 0.0, 0.3], dtype=torch.float64)
-    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 4000
+    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 1500
     signals, variances, apart = [], [], []
     for _ in range(rounds):
         moments = Moments()
@@ -136,6 +138,7 @@ def test_baselines_are_those_of_the_package(make_config: Make, items: list[Train
     role, opponents, seen = RoleAverage(tau=0.01), RoleAdvantageByEnvFormatter(tau=0.01), set()
     for item, of_role, of_opponents in zip(items, advantages["role"], advantages["opponents"], strict=True):
         context = item.context
+        assert context is not None
         if (context.game_idx, context.pid) not in seen:
             assert of_role == role(context.final_reward, context.pid, context.env_id, context)
             assert of_opponents == opponents(context.final_reward, context.pid, context.env_id, context)

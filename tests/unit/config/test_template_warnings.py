@@ -1,5 +1,7 @@
 """Prompts that a model may not understand are a warning of `check` and of the start of a run."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,23 @@ def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str,
     assert len(warnings) == is_dated
     assert all(text.startswith("prompt_template 'mine': the chat template of") for text in warnings)
     assert templates_for(config, prompts)["mine"].prompt("o", 2).endswith("o<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "switch", "is_warned"),
+    [
+        ("chat", "<think>\n", False),
+        ("chat-no-think", "<think>\n", True),
+        ("chat-no-think", "{% if thinking %}<think>{% else %}</think>{% endif %}", False),
+    ],
+)
+def test_thought_that_cannot_be_turned_off_is_warned_of(
+    tmp_path: Path, name: str, switch: str, is_warned: bool
+) -> None:
+    asked = ASKED.replace("assistant\n", "assistant\n" + switch)
+    config = chat_config(name, model_name=make_odd_tokenizer(tmp_path, special=TURNS, chat_template=CHATML + asked))
+    warnings = [*prompt_warnings(config, Tokenizer(config.model_name).prompts(chats_in_use(config)))]
+    assert ["opens <think> although thinking = false" in text for text in warnings] == [True] * is_warned
 
 
 def test_engine_without_a_tokenizer_gives_no_warning() -> None:

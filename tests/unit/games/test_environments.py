@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import random
 import re
 import sys
@@ -50,9 +52,9 @@ def _turns(env_id: str, num_players: int, seed: int, max_turns: int = 40):  # ty
 
 @pytest.mark.parametrize(("env_id", "num_players"), DRAWING)
 def test_interleaved_games_equal_games_played_alone(env_id: str, num_players: int) -> None:
-    alone = [play(env_id, num_players, seed) for seed in range(8)]
-    interleaved: list[list[object]] = [[] for _ in range(8)]
-    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(8)))
+    alone = [play(env_id, num_players, seed) for seed in range(4)]
+    interleaved: list[list[object]] = [[] for _ in range(4)]
+    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(4)))
     shuffle = random.Random(1)
     while games:
         index = shuffle.choice(list(games))
@@ -145,7 +147,7 @@ def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path: Path, m
         {"train_envs": [{**entry, "num_actors": 2}], "eval_envs": [evaluated], "sft": {"players": ["scripted:random"]}}
     )
     assert [says in problem for problem in find_problems(config)] == [True, True]
-    assert list(find_sft_problems(config)) == []  # the problem of the env is reported only once
+    assert [says in problem for problem in find_sft_problems(config)] == [True, True]  # each is reported once
     assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 

@@ -1,5 +1,7 @@
 """A JSONL file of questions as an env: reading, grading, order, what counts as an answer, and scores with intervals."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
@@ -20,7 +22,7 @@ from unstable_lite.games.templates import TEMPLATES, Template, known_templates
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import summarise_evaluation
-from unstable_lite.tracking.intervals import wilson_interval
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.types import GameRecord, Generation
 
 SUMS = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(5)]
@@ -235,17 +237,17 @@ def test_training_games_choose_the_question_by_the_seed(tmp_path: Path) -> None:
     assert asked == {line["question"] for line in SUMS}
 
 
-async def test_results_are_shares_with_wilson_intervals(tmp_path: Path) -> None:
+async def test_results_are_shares_with_intervals(tmp_path: Path) -> None:
     env = env_of(write(tmp_path, SUMS))
     replies = [r"\boxed{0}", r"\boxed{2}", "4", r"\boxed{7}", r"\boxed{8}"]
     records = [await ask(env, text, 2 * number + 1) for number, text in enumerate(replies)]
     result = summarise_evaluation("before", 0, BASE, env.env_id, env.opponent, records)
     assert (result.n, result.wins, result.losses, result.invalid) == (5, 3, 2, 1)
-    assert result.points == 0.6 and result.points_interval == wilson_interval(3, 5)
+    assert result.points == 0.6 and result.interval == points_interval(3, 0, 2)
     assert result.metrics()[f"evaluation-{env.env_id} (none)/checkpoint Points"] == 0.6
     assert result.scores == ((1.0,), (1.0,), (0.0,), (0.0,), (1.0,))
     text = result.describe()
-    assert "base answered 60.0% of 5 questions right (95 %: 23.1% – 88.2%)" in text
+    assert "base answered 60.0% of 5 questions right (95 %: 14.5% – 93.0%)" in text
     assert "1 without an answer in a box" in text and "sums.jsonl" in text
 
 

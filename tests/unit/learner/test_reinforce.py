@@ -1,5 +1,7 @@
 """One REINFORCE update compared with its formula, and everything that must not change the update."""
 
+from __future__ import annotations
+
 import math
 import re
 from dataclasses import replace

@@ -1,5 +1,8 @@
 """`prompt_template = "chat"` writes what the tokenizer itself would; no text of an opponent changes that."""
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
 
 import pytest
@@ -146,6 +149,36 @@ def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path: Path) -> None:
     fast.save(str(file))
     with pytest.raises(ModelError, match="'</answer>'"):
         Tokenizer(str(tmp_path)).prompts([])
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "reason"),
+    [
+        (tokenizers.normalizers.NFKC(), "'＜ｅｎｄ"),
+        (tokenizers.normalizers.Lowercase(), "'<END_OF_TURN>'"),
+        (tokenizers.normalizers.Sequence([tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()]), "'<́"),
+        (tokenizers.normalizers.Replace("\N{ZERO WIDTH SPACE}", ""), r"'<\\u200b"),
+        (tokenizers.normalizers.Replace("B", "b"), r"writes the answer '.*a B 1 2\]}' as '.*a b 1 2\]}'"),
+    ],
+)
+def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(
+    tmp_path: Path, normalizer: tokenizers.normalizers.Normalizer, reason: str
+) -> None:
+    tokenizer_with(tmp_path, THINKING)
+    fast = tokenizers.Tokenizer.from_file(file := str(tmp_path / "tokenizer.json"))
+    fast.normalizer = normalizer
+    state = json.loads(fast.to_str())
+    state["added_tokens"] = [token | {"normalized": True} for token in state["added_tokens"]]
+    Path(file).write_text(json.dumps(state))
+    with pytest.raises(ModelError, match=reason):
+        Tokenizer(str(tmp_path)).prompts([])
+
+
+def test_turn_that_no_token_closes_ends_by_its_text(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(
+        tmp_path, "{% for m in messages %}[{{ m.role }}]{{ m.content }} [/{{ m.role }}]\n{% endfor %}[assistant]"
+    )
+    assert template_of(tokenizer, chat_config("chat")).stop == ("[/assistant]",)
 
 
 def test_prompts_of_the_built_in_model_keep_their_special_tokens() -> None:

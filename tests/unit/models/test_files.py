@@ -1,5 +1,7 @@
 """`check` names each fault of a model directory before any process starts, and refuses no healthy one."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Callable
@@ -21,6 +23,7 @@ CHATML = (
 )
 DENSE = {"num_hidden_layers": 3}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+MULTIMODAL = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 CONFIG, GENERATION, UP = "tokenizer_config.json", "generation_config.json", "model.layers.1.mlp.up_proj.weight"
 
@@ -63,6 +66,14 @@ def drop(part: str) -> Callable[[Path], Any]:
 
 def shape(part: str, rows: int) -> Callable[[Path], Any]:
     return lambda model: rewrite(model, lambda t: t.update({name: t[name][:rows] for name in [*t] if part in name}))
+
+
+def eight_bits(model: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / WEIGHTS)
+    save_file(tensors | {UP: tensors[UP].to(torch.float8_e4m3fn)}, model / WEIGHTS, {"format": "pt"})
 
 
 def shard(model: Path) -> None:
@@ -186,6 +197,55 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "config.json",
         "intermediate_size = 128.5",
     ),
+    "number of positions is text": (
+        lambda model: edit(model, max_position_embeddings="1k"),
+        "config.json",
+        "max_position_embeddings = '1k'",
+    ),
+    "size of the vocabulary is a list": (
+        lambda model: edit(model, vocab_size=["288"]),
+        "config.json",
+        "['288'] is not",
+    ),
+    "text config is text": (lambda model: edit(model, text_config="llama"), "config.json", "text_config = 'llama'"),
+    "types of layers are a number": (lambda model: edit(model, layer_types=1), "config.json", "layer_types = 1 is not"),
+    "soft cap is text": (lambda model: edit(model, attn_logit_softcapping="x"), "config.json", "is not the config"),
+    "more layers that predict than memory": (
+        lambda model: edit(model, num_hidden_layers=2, num_nextn_predict_layers=1 << 40, vocab_size=280),
+        "model",
+        "vocab_size = 280",
+    ),
+    "reward model": (
+        lambda model: edit(model, architectures=["Qwen3ForSequenceClassification"]),
+        "config.json",
+        "not a causal language model",
+    ),
+    "quantised by an unknown method": (
+        lambda model: edit(model, quantization_config={"quant_method": "magic"}),
+        "config.json",
+        "does not know quant_method = 'magic'",
+    ),
+    "quantised by a text": (lambda model: edit(model, quantization_config="fp8"), "config.json", "'fp8' is not dict"),
+    "8-bit weights without scales": (
+        lambda model: [edit(model, quantization_config={"quant_method": "fp8"}), eight_bits(model)],
+        UP,
+        "have no scale",
+    ),
+    "end token of another model": (
+        lambda model: edit(model, GENERATION, eos_token_id=[1, 151645]),
+        GENERATION,
+        "below vocab_size",
+    ),
+    "begin token that the tokenizer has not": (
+        lambda model: edit(model, CONFIG, bos_token="<s>"),
+        TOKENIZER,
+        "has no '<s>', which tokenizer_config.json names",
+    ),
+    "tokenizer of another library": (
+        lambda model: (model / TOKENIZER).rename(model / "tokenizer.model"),
+        "model",
+        "needs the package sentencepiece",
+    ),
     "unknown type": (lambda model: edit(model, model_type="qwen9"), "config.json", "model_type = 'qwen9'"),
     "quantised by GPTQ": (lambda model: edit(model, **GPTQ), "config.json", "needs the package gptqmodel"),
     "template ends in a tag": (template("{% for m in messages %}{{ m.content"), "chat_template.jinja", "SyntaxError"),
@@ -273,7 +333,13 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
         {},
         named_templates([{"name": n, "template": CHATML} for n in ("rag", "default")]),
     ),
+    "heads by layer": ("Qwen3", {}, lambda model: edit(model, num_key_value_heads=[2, 1, 2])),
     "templates in a table": ("Qwen3", {}, named_templates({"default": CHATML})),
+    "template that needs a system text": (
+        "Qwen3",
+        {},
+        template("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML),
+    ),
     "template without system role": (
         "Qwen3",
         {},

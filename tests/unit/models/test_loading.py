@@ -1,5 +1,7 @@
 """Engine, learner, merge and `check --model` refuse a model whose weights are not those of its architecture."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path

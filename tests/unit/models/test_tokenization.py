@@ -1,5 +1,8 @@
 """Encoding gives the ids that the model is shown; decoding gives the text of its completion."""
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from fakes.odd_tokenizers import END, make_odd_tokenizer
 from fakes.random_models import make_model, make_tokenizer
 from unstable_lite.games.answers import find_extraction
 from unstable_lite.games.templates import chats_in_use, own_tags, templates_for
-from unstable_lite.models.local_tokenizer import IncrementalDetokenizer
+from unstable_lite.models.local_tokenizer import IncrementalDetokenizer, find_tokenizer
 from unstable_lite.models.tokenization import StopWatch, Tokenizer
 
 
@@ -43,6 +46,7 @@ def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
 
 def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer: Tokenizer) -> None:
     watch = tokenizer.watch(("never", "🎲]"))
+    assert watch is not None
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
     assert size == len("wurf [🎲]".encode())
@@ -51,6 +55,20 @@ def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_it
     (end,) = tokenizer.encode("<|end|>").tolist()
     assert tokenizer.stop_ids_with(("<|end|>", "</answer>")) == tokenizer.stop_ids | {end}
     assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
+
+
+def test_tokenizer_that_cuts_and_pads_counts_the_tokens_of_whole_texts(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    table = json.loads((tmp_path / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(table | {"truncation": cut, "padding": pad | {"pad_to_multiple_of": None}})
+    )
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = find_tokenizer(str(tmp_path))
+    assert tokenizer is not None
+    assert [len(tokenizer.encode(text).ids) for text in ("a" * 40, "a")] == [40, 1]
 
 
 def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:

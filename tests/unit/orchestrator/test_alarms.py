@@ -1,7 +1,10 @@
 """The begin, end and repetition of alarms, and the test for a collapse."""
 
+from __future__ import annotations
+
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
 from unstable_lite.tracking.evaluations import Evaluation, Tally
+from unstable_lite.tracking.intervals import points_interval
 
 PAGE = (Path(__file__).parents[3] / "docs" / "collapse.md").read_text()
 
@@ -133,11 +137,21 @@ def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
     contest = Contest()
     fine, worse = gaps(contest, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
     assert fine < 0 < worse
+    assert contest.best is not None
     assert contest.best.who == "ckpt-20"
     (reading,) = contest.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
     assert re.search(r"^S: ckpt-40 50\.0%.* 400 .*45\.1% – 54\.9%.* ckpt-20 82\.5%.* 78\.5% – 85\.9%", reading.detail)
-    # Two results: disjoint Wilson intervals of 95 % decide.
-    assert gaps(Contest(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
+    # Two results: disjoint intervals of 95 % decide.
+    (_, high), (low, _) = points_interval(161, 0, 239), points_interval(200, 0, 200)
+    assert gaps(Contest(), [evaluation(200), evaluation(161)]) == [pytest.approx(low - high)]
+
+
+def test_result_is_judged_by_the_deals_of_its_games() -> None:
+    """The luck of every deal cancels: one of its games is won, the other lost."""
+    alike = tuple((1.0, 0.0) for _ in range(200))
+    first = replace(evaluation(200), scores=alike)
+    second = replace(evaluation(180), scores=((0.0, 0.0),) * 20 + alike[20:])
+    assert gaps(Contest(), [evaluation(200), evaluation(180)])[0] < 0 < gaps(Contest(), [first, second])[0]
 
 
 def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
@@ -145,8 +159,8 @@ def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
         evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
     ]
     rise, fall = gaps(Contest(), drawn)
-    assert rise == pytest.approx(-0.447, abs=1e-3)
-    assert fall == pytest.approx(0.435, abs=1e-3)
+    assert rise == pytest.approx(-0.451, abs=1e-3)
+    assert fall == pytest.approx(0.436, abs=1e-3)
 
 
 def test_late_results_are_judged_in_the_order_of_updates() -> None:
@@ -158,6 +172,7 @@ def test_late_results_are_judged_in_the_order_of_updates() -> None:
     assert gaps(contest, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
     assert not any(gap > 0 for gap in gaps(contest, [evaluation(310, step=30)]))
     assert gaps(contest, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
+    assert contest.newest is not None
     assert contest.newest.who == "ckpt-30"
 
 

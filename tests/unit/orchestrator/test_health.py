@@ -1,5 +1,7 @@
 """A run's reactions to its alarms, with its real tracker and buffer."""
 
+from __future__ import annotations
+
 import asyncio
 import dataclasses
 import json

@@ -20,7 +20,8 @@ from unstable_lite.errors import ConfigError, EnvError, OpponentError, RequestEr
 from unstable_lite.games.answers import extract_boxed, written_answer
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line
+from unstable_lite.orchestrator.workers import while_alive
+from unstable_lite.sft.pairs import Pair, pairs_of_game, read_pairs, write_line
 from unstable_lite.sft.session import Collected, adapter_versions, collect_pairs
 from unstable_lite.types import (
     ENV_LOST,
@@ -139,11 +140,6 @@ def test_lone_surrogate_of_an_endpoint_becomes_a_question_mark(tmp_path: Path) -
     assert read_pairs(path) == [Pair(observation="o", completion="a?")]
 
 
-def test_pair_belongs_to_its_named_env_or_to_the_first() -> None:
-    assert env_of(Pair(env_id="TicTacToe-v0-train"), ENVS) == ENVS[1]
-    assert env_of(Pair(env_id="Chess-v0"), ENVS) == env_of(Pair(), ENVS) == ENVS[0]
-
-
 def test_bad_lines_are_refused_together_with_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "given.jsonl"
     path.write_text(
@@ -201,7 +197,7 @@ def sft_config(workers: int = 8, **sft: Any) -> Config:
 async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
     pairs: list[Pair] = []
     async with PlayerFactory(generate, opponents=given.opponents) as seats:
-        collected = await collect_pairs(given, seats, pairs.append, lambda _: None)
+        collected = await while_alive([], collect_pairs(given, seats, lambda of_game, _: pairs.extend(of_game)))
     assert collected.pairs == len(pairs)
     return pairs, collected
 
@@ -323,6 +319,6 @@ async def test_truncated_answer_is_never_imitated() -> None:
     assert set(collected.left_out) == {"cut off at max_generation_len", "cut off at the endpoint's max_tokens"}
 
 
-def test_adapters_are_numbered_and_the_base_is_version_0() -> None:
+def test_adapters_are_numbered_from_1_because_the_base_is_version_0() -> None:
     names = ("scripted:random", "adapter:x", "base", "adapter:y", "adapter:x")
-    assert adapter_versions(names) == {"adapter:x": 1, "adapter:y": 2, "base": 0}
+    assert adapter_versions(names) == {"adapter:x": 1, "adapter:y": 2}

@@ -1,21 +1,29 @@
-"""Intervals over deals that were played from every seat."""
+"""Intervals of results whose games share deals."""
+
+from __future__ import annotations
 
 import json
 import math
-from statistics import fmean, stdev
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import numpy as np
 import pytest
+import scipy.stats
 
 from fakes.game_records import make_record, make_spec
+from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
-from unstable_lite.tracking.intervals import deals_interval, points_interval, t_95
+from unstable_lite.tracking.intervals import points_interval, share_interval, student, wilson_interval
 from unstable_lite.types import UTILITY, GameRecord, ModelRef
 
 MODEL = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 OTHER = ModelRef(uid="fixed-o", kind="fixed", name="o")
 KUHN = "openspiel:kuhn_poker"
+SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 0.99)
 
 
 def record(number: int, utility: float | None, env_id: str = KUHN) -> GameRecord:
@@ -32,27 +40,57 @@ def evaluation(utilities: list[float | None], env_id: str = KUHN) -> Evaluation:
     return summarise_evaluation("before", 0, MODEL, env_id, "o", records[::-1])
 
 
-def test_interval_is_over_the_means_of_whole_deals() -> None:
-    scores = [(1.0, 0.0), (1.0, 1.0), (0.0, 0.5), (None, 1.0), (0.0,)]
-    means = [0.5, 1.0, 0.25]
-    half = t_95(2) * stdev(means) / math.sqrt(3)
-    found = deals_interval(scores)
-    assert (found.mean, found.seeds) == (pytest.approx(fmean(means)), 3)
-    assert (found.low, found.high) == (pytest.approx(fmean(means) - half), pytest.approx(fmean(means) + half))
+@cache
+def interval_of_counts(seats: int, counts: tuple[int, ...]) -> tuple[float, float]:
+    """counts: number of deals by the sum of their scores in half points."""
+    deals = [(half / 2 / seats,) * seats for half, count in enumerate(counts) for _ in range(count)]
+    return share_interval(deals)
 
 
-@pytest.mark.parametrize("scores", [(), ((1.0, 0.0),), ((1.0,), (0.0,)), ((1.0, None), (None, 0.0), (1.0, 1.0))])
-def test_there_is_no_interval_for_one_deal_or_one_seat(scores: tuple[tuple[float | None, ...], ...]) -> None:
-    assert deals_interval(scores) is None
+def coverage(share: float, alike: float, seats: int, games: int, draws: float, repeats: int) -> float:
+    """Return how often the interval covers the share.
+
+    alike: correlation of the games of a deal; they have a common random number that often, or, if it is negative,
+    numbers that are as far apart as possible. draws: share of draws, relative to the most that are possible.
+    """
+    rng = np.random.default_rng(0)
+    num_draws = draws * 2 * min(share, 1 - share)
+    wins, shape = share - num_draws / 2, (repeats, games // seats, 1)
+    own, common = rng.random((*shape[:2], seats)), rng.random(shape)
+    together = common if alike >= 0 else (common + np.arange(seats) / seats) % 1
+    u = np.where(rng.random(shape) < abs(alike), together, own)
+    halves = (np.where(u < wins, 2, u < wins + num_draws)).sum(2)
+    rows = np.stack([(halves == half).sum(1) for half in range(2 * seats + 1)], 1)
+    found = [interval_of_counts(seats, tuple(row)) for row in rows.tolist()]
+    return fmean(low <= share <= high for low, high in found)
 
 
-def test_interval_covers_the_mean_as_often_as_it_says() -> None:
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(1000):
-        luck, skill = rng.normal(size=30), rng.normal(0.3, 0.5, size=(30, 2))
-        found = deals_interval((skill + np.stack([luck, -luck], 1)).tolist())
-        covered += found.low <= 0.3 <= found.high
-    assert 930 <= covered <= 970
+def check_coverage(seats: int, games: int, draws: float, repeats: int, tolerance: float = 0.0) -> None:
+    """Check the mean over the shares, and the worst share, for each correlation."""
+    mean, worst = (0.93, 0.83) if seats == 2 else (0.91, 0.80)
+    for alike in (-0.9, -0.5, 0.0, 0.5, 0.9):
+        covered = [coverage(share, alike, seats, games, draws, repeats) for share in SHARES]
+        assert fmean(covered) >= mean - tolerance and min(covered) >= worst - tolerance, (alike, covered)
+
+
+@pytest.mark.parametrize(("seats", "games", "draws"), [(2, 20, 0.0), (2, 100, 0.9), (3, 50, 0.5), (4, 20, 0.0)])
+def test_interval_covers_the_share_as_often_as_docs_say(seats: int, games: int, draws: float) -> None:
+    check_coverage(seats, games, draws, repeats=200, tolerance=0.01)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seats", [2, 3, 4])
+@pytest.mark.timeout(600)
+def test_interval_covers_every_share_as_often_as_docs_say(seats: int) -> None:
+    for games in (20, 50, 100, 200, 400):
+        for draws in (0.0, 0.5, 0.9):
+            check_coverage(seats, games, draws, repeats=400)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 99, 100, 101, 400])
+def test_quantiles_of_student_are_those_of_scipy(freedom: int) -> None:
+    for level in (0.8, 0.95, 0.999):
+        assert student(freedom, level) == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, freedom), rel=5e-5)
 
 
 def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
@@ -61,48 +99,55 @@ def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
     for luck in rng.choice([-2.0, 2.0], size=100):
         utilities += [luck, -luck if rng.random() < 0.9 else luck]
     found = evaluation(utilities)
-    points, reward = found.points_over_deals, found.reward_over_deals
-    assert (points.seeds, reward.seeds) == (100, 100)
-    assert points.mean == pytest.approx(found.points)
-    assert reward.mean == pytest.approx(found.mean_reward)
-    low, high = points_interval(found.wins, found.draws, found.losses)
-    assert points.high - points.low < 0.6 * (high - low)
+    independent = replace(found, scores=(), rewards=())
+    for name in ("interval", "reward_interval"):
+        (low, high), (lowest, highest) = getattr(found, name), getattr(independent, name)
+        assert high - low < 0.6 * (highest - lowest), name
     low, high = found.reward_interval
-    assert reward.high - reward.low < 0.6 * (high - low)
-    assert found.describe().endswith(
-        f"; over 100 deals played from every seat (95 %): points {points.low:.1%} – {points.high:.1%}, "
-        f"utility {reward.low:+.3f} – {reward.high:+.3f}"
-    )
+    assert found.describe().endswith(f"; mean utility {found.mean_reward:+.3f} (95 %: {low:+.3f} – {high:+.3f})")
     line = msgspec.json.decode(msgspec.json.encode(found.to_json()))
-    assert line["points_over_deals"] == {"mean": points.mean, "low": points.low, "high": points.high, "seeds": 100}
-    assert line["reward_over_deals"]["high"] == reward.high
+    assert line["interval"] == list(found.interval)
     read = Evaluation.from_json(line)
-    assert (read.scores, read.rewards) == (found.scores, found.rewards)
+    assert (read.scores, read.rewards, read.interval) == (found.scores, found.rewards, found.interval)
 
 
-def test_void_game_takes_its_deal_out() -> None:
-    found = evaluation([2.0, -1.0, 1.0, None, 1.0, 1.0])
-    assert found.scores == ((1.0, 0.0), (1.0, None), (1.0, 1.0))
-    assert found.rewards == ((2.0, -1.0), (1.0, None), (1.0, 1.0))
-    assert (found.points_over_deals.seeds, found.points_over_deals.mean) == (2, 0.75)
-    assert 0 <= found.points_over_deals.low and found.points_over_deals.high <= 1
+def test_games_without_deals_are_deals_of_their_own() -> None:
+    assert points_interval(3, 4, 5) == share_interval([(1.0,)] * 3 + [(0.5,)] * 4 + [(0.0,)] * 5)
+    assert points_interval(0, 0, 0) == points_interval(1, 0, 0) == (0.0, 1.0)
+    low, high = points_interval(0, 400, 0)
+    assert 0.49 < low < 0.5 < high < 0.51
+    assert points_interval(3, 5, 2) == pytest.approx([1 - edge for edge in reversed(points_interval(2, 5, 3))])
 
 
-def test_equal_deals_leave_points_a_width_and_utility_no_interval() -> None:
+def test_void_game_leaves_the_rest_of_its_deal() -> None:
+    found = evaluation([2.0, -1.0, 1.0, None, 1.0, 1.0, None, None])
+    assert found.scores == ((1.0, 0.0), (1.0, None), (1.0, 1.0), (None, None))
+    assert found.rewards == ((2.0, -1.0), (1.0, None), (1.0, 1.0), (None, None))
+    assert found.interval == share_interval([(1.0, 0.0), (1.0,), (1.0, 1.0)])
+
+
+def test_equal_results_leave_the_interval_a_width() -> None:
     found = evaluation([2.0, -2.0] * 10)
-    assert 0 < found.points_over_deals.low < 0.5 < found.points_over_deals.high < 1
-    assert found.reward_over_deals is None
-    assert "utility" not in found.describe()
+    assert 0 < found.interval[0] < 0.5 < found.interval[1] < 1
+    assert found.reward_interval[0] < 0 < found.reward_interval[1]
+    won = evaluation([1.0] * 40)
+    assert won.interval[1] == 1 and 0.7 < won.interval[0] < wilson_interval(40, 40)[0]
 
 
 def test_utility_is_named_in_games_of_openspiel_only() -> None:
     utilities = [1.0, -1.0, 1.0, 1.0]
     assert "utility" in evaluation(utilities).describe()
-    text = evaluation(utilities, "Nim-v0-train").describe()
-    assert "over 2 deals" in text and "utility" not in text
+    assert "utility" not in evaluation(utilities, "Nim-v0-train").describe()
 
 
-def test_line_of_an_older_run_can_be_read() -> None:
-    line = json.loads(msgspec.json.encode(evaluation([1.0, -1.0, 1.0, 1.0]).to_json()))
-    del line["rewards"], line["points_over_deals"], line["reward_over_deals"]
-    assert Evaluation.from_json(line).reward_over_deals is None
+def test_line_of_an_older_run_has_the_interval_of_now(tmp_path: Path) -> None:
+    found = evaluation([1.0, -1.0, 1.0, 1.0])
+    line = json.loads(msgspec.json.encode(found.to_json())) | {"interval": [0.0, 0.1], "points_over_deals": None}
+    del line["rewards"]
+    read = Evaluation.from_json(line)
+    assert read.interval == found.interval and math.isfinite(read.reward_interval[0])
+    (tmp_path / "config.toml").write_text("model_name = 'm'\ntrain_envs = []\n[run]\nlearning_steps = 3\n")
+    (tmp_path / "eval.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    run = RunDirectory(tmp_path)
+    run.refresh()
+    assert run.lines("eval")[0]["interval"] == list(found.interval)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import dataclasses
 import io
 import json
@@ -20,7 +22,7 @@ from unstable_lite.dashboards.terminal import evaluation_tables, remark_lines
 from unstable_lite.files import read_part, read_records, to_line
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.tracking.evaluations import Evaluation, Tally, summarise_evaluation
-from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, wilson_interval
+from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student, wilson_interval
 from unstable_lite.tracking.records import transcript
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.tracking.windows import WINDOW
@@ -131,7 +133,7 @@ def test_evaluation_without_results_reports_no_rates(tmp_path: Path) -> None:
     assert metrics == {"evaluation-E (scripted:random)/checkpoint n": 0}
     assert "3 games" in void.describe() and "void" in void.describe()
     (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
-    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7 – 100.0%"]]
+    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "0.0 – 100.0%"]]
     tracker.close()
 
 
@@ -373,6 +375,7 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
 
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
+    assert tracker.registry is not None
     new = tracker.registry.add_policy("ckpt-5", adapter_version=5, iteration=5)
     for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
         tracker.add_record(game(kind="eval", rewards=rewards))
@@ -387,31 +390,10 @@ def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: P
     counts = {"n": 3, "wins": 2, "draws": 1, "losses": 0, "void": 1, "mean_reward": pytest.approx(2 / 3)}
     expected = {"label": "concurrent", "model": "base", "step": 0, **counts}
     assert {key: base[key] for key in expected} == expected
-    assert base["interval"] == list(wilson_interval(2, 3))
+    assert base["interval"] == list(points_interval(2, 1, 0))
     assert (later["model"], later["step"], later["n"], later["invalid"]) == ("ckpt-5", 5, 1, 1)
-    assert later["reward_interval"] == [None, None]  # one game has no spread
+    assert later["interval"] == [0, 1]  # one game has no spread
     assert tracker.evaluations == []
-
-
-def test_points_interval_has_its_nominal_coverage() -> None:
-    tally = Tally()
-    for outcome in ("win", "draw", "draw", "loss", "loss"):
-        tally.add(outcome, 0.0, own_invalid=False)
-    line = line_of(tally.evaluation("l", "m", 0, "E", "o"))
-    assert (line["points"], line["win_rate"], line["points_interval"]) == (0.4, 0.2, list(points_interval(1, 2, 2)))
-    assert points_interval(7, 0, 13) == wilson_interval(7, 20)
-    assert points_interval(0, 0, 0) == (0.0, 1.0)
-    low, high = points_interval(0, 400, 0)
-    assert (low, high) == pytest.approx((0.5 / (1 + 1.96**2 / 400), 1 - 0.5 / (1 + 1.96**2 / 400)))
-    assert points_interval(3, 5, 2) == pytest.approx([1 - edge for edge in reversed(points_interval(2, 5, 3))])
-    rng = np.random.default_rng(0)
-    for win, draw in ((0.45, 0.1), (0.3, 0.3), (0.1, 0.8), (0.0, 0.9)):
-        counts, times = np.unique(
-            rng.multinomial(100, [win, draw, 1 - win - draw], size=2000), axis=0, return_counts=True
-        )
-        intervals = [points_interval(*map(int, row)) for row in counts]
-        covered = sum(n for (low, high), n in zip(intervals, times, strict=True) if low <= win + draw / 2 <= high)
-        assert 0.93 < covered / 2000 < 0.98, (win, draw)
 
 
 def line_of(evaluation: Evaluation) -> dict[str, Any]:
@@ -434,8 +416,9 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     assert before.scores == ((1, 0.5), (0, 0), (1, 1), (0, None))
     gain = paired_difference(before.scores, after.scores)
     gained = [0.25, 0.5, 0.0, 0.5]  # per seed, averaged over its seats
+    assert gain is not None
     assert gain.mean == pytest.approx(0.3125)
-    half = 3.182 * np.std(gained, ddof=1) / 2
+    half = student(3) * np.std(gained, ddof=1) / 2
     assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
     assert after.describe_change(before) == (
         f"change since before: +31.2 points (95 %: {100 * gain.low:+.1f} to {100 * gain.high:+.1f}), "
@@ -454,11 +437,13 @@ def test_pairing_is_sharper_for_games_decided_by_the_seed() -> None:
     cards = rng.random(200)
     before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
     gain = paired_difference(before, after)
+    assert gain is not None
     assert 0 < gain.low < 0.1 < gain.high < 0.2
     won = [sum(x == [1.0] for x in of) for of in (before, after)]
     (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
     assert low < high  # unpaired intervals overlap
     same = paired_difference(after, after)
+    assert same is not None
     assert same.low < 0 == same.mean < same.high
 
 
@@ -468,33 +453,33 @@ def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
         tally.add("na", reward, own_invalid=False)
     evaluation = tally.evaluation("l", "m", 0, "E", "none")
     assert math.isnan(evaluation.win_rate) and line_of(evaluation)["win_rate"] is None
-    assert (evaluation.interval, evaluation.mean_reward) == ((0.0, 1.0), 0.5)
-    half = 1.96 * math.sqrt(0.125) / math.sqrt(2)
-    assert evaluation.reward_interval == pytest.approx((0.5 - half, 0.5 + half))
+    half = student(1) * math.sqrt(0.125) / math.sqrt(2)
+    assert evaluation.mean_reward == 0.5 and evaluation.interval == pytest.approx((0.5 - half, 0.5 + half))
     assert "mean reward of 0.500 in 2 games" in evaluation.describe()
     table = shown([evaluation])
     assert "reward" in table and "0.500" in table and "nan" not in table + evaluation.describe()
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_identical_rewards_show_no_interval_and_still_have_one_for_verdicts(reward: float) -> None:
+def test_identical_rewards_have_an_interval(reward: float) -> None:
     tally = Tally()
     for _ in range(20):
         tally.add("na", reward, own_invalid=False)
     evaluation = tally.evaluation("l", "m", 0, "E", "none")
-    assert evaluation.reward_std == 0
-    assert line_of(evaluation)["reward_interval"] == [None, None]
-    assert (
-        evaluation.describe()
-        == f"m had a mean reward of {reward:.3f} in 20 games of E; 0 ended by its own invalid move"
-    )
+    low, high = evaluation.interval
+    assert low < high and low <= reward <= high
+    text = f"m had a mean reward of {reward:.3f} in 20 games of E (95 %: {low:.3f} – {high:.3f})"
+    assert evaluation.describe() == f"{text}; 0 ended by its own invalid move"
     (table,) = evaluation_tables([evaluation])
-    assert list(table.columns[4].cells) == ["–"]
-    rare = wilson_interval(0, 20)[1]
+    assert list(table.columns[4].cells) == [f"{low:.3f} – {high:.3f}"]
+
+
+def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
+    rare = wilson_interval(0, 20, student(19))[1]
     assert mean_interval(1.0, 0.0, 20) == pytest.approx((1 - 2 * rare, 1))
     assert mean_interval(0.0, 0.0, 20) == pytest.approx((-rare, rare))
     assert mean_interval(-5.0, 0.0, 20) == pytest.approx((-5, -5 + 10 * rare))
-    assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - 0.0392, 0.5 + 0.0392))
+    assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - student(99) * 0.02, 0.5 + student(99) * 0.02))
 
 
 async def test_train_data_of_each_update_is_one_file(tmp_path: Path) -> None:
@@ -543,6 +528,7 @@ def test_tokens_and_logprobs_are_kept_if_configured(tmp_path: Path, keep_tokens:
 def test_interface_info_has_ratings_matches_speed_and_diversity(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.get_interface_info()["Game Length"] is None
+    assert tracker.registry is not None
     tracker.registry.add_fixed("scripted:random")
     for end in ("natural", "invalid"):
         record = game(end=end, invalid_pids=(0,) if end == "invalid" else ())

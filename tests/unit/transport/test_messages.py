@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -231,7 +233,7 @@ def _generated(**changes: Any) -> list[Any]:
         ([PROTOCOL, [["UnloadAdapter", 1, True]]], "Expected `int`, got `bool`"),
         ([PROTOCOL, [["Updated", 1, {"loss": "low"}, None, [], [], ""]]], "Expected `float`, got `str`"),
         ([PROTOCOL, [["Updated", 1, {"loss": [1.0]}, None, [], [], ""]]], "Expected `float`, got `array`"),
-        ([PROTOCOL, [["FineTuned", {}, {"too long": 0.5}]]], "Expected `int`, got `float`"),
+        ([PROTOCOL, [["EngineStats", 0.5, 1, 2.0, 0.5]]], "Expected `int`, got `float`"),
         ([PROTOCOL, [["Ready", {"bytes": b"x"}]]], "bytes"),
         ([PROTOCOL, [["Ready", {"when": msgpack.Timestamp(1)}]]], "not msgpack|Timestamp"),
         ([PROTOCOL, [["Ready", {b"kind": 1}]]], "Expected `str`, got `bytes`"),

@@ -51,40 +51,19 @@ const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
 
 // ---------------------------------------------------------------- curves
 
-const OF_TURNS = /^(Format Success|Respone? Length|Response Length|Observation Length|Time per Turn)/;
 const SHARE = /(Points$|Win Rate|Loss Rate|Draw Rate|^Draw|Ended by|Truncated|Format Success Rate|Invalid Rate|share$|clipped$|^Pct\.)/;
 
 const split = (name) => [name.slice(0, name.lastIndexOf("/")), name.slice(name.lastIndexOf("/") + 1)];
 
-/** Under which name the number of entries of a mean stands. */
-function countOf(name) {
-  const [group, metric] = split(name);
-  if (!/^(collection|evaluation)-/.test(group)) return null;
-  const own = metric.match(/^(concurrent )?checkpoint /), seat = metric.match(/\(pid=\d+\)$/);
-  if (own) return `${group}/${own[0]}n`;
-  if (seat) return `${group}/n ${seat[0]}`;
-  if (OF_TURNS.test(metric)) return `${group}/n (turns)`;
-  return metric.startsWith("Time per Token") ? `${group}/n (answered)` : `${group}/n`;
-}
-
-/** Wilson's 95 % score interval of a share. */
-function wilson(share, n) {
-  const z = 1.96, centre = (share + (z * z) / (2 * n)) / (1 + (z * z) / n);
-  const half = (z / (1 + (z * z) / n)) * Math.sqrt((share * (1 - share)) / n + (z * z) / (4 * n * n));
-  return [Math.max(0, centre - half), Math.min(1, centre + half)];
-}
-
 /** A run's points of one metric: {x, step, y, low, high, n}. */
 function metricPoints(run, name) {
-  const values = run.series[name], counts = run.series[countOf(name)];
+  const values = run.series[name], counts = run.series[run.countOf[name]], bands = run.bands[name];
   if (!values) return [];
-  const isShare = SHARE.test(split(name)[1]) && /^(collection|evaluation)-/.test(name) && !/ (low|high)$/.test(name);
   const points = [];
   values.forEach((y, i) => {
     if (y === null) return;
-    const n = counts ? counts[i] : null;
-    const [low, high] = isShare && n ? wilson(y, n) : [null, null];
-    points.push({ step: run.steps[i], hours: run.hours[i], y, low, high, n });
+    const [low, high] = bands?.[i] ?? [null, null];
+    points.push({ step: run.steps[i], hours: run.hours[i], y, low, high, n: counts ? counts[i] : null });
   });
   return points;
 }
@@ -98,13 +77,13 @@ function evaluationPoints(run, env, opponent, concurrent) {
   const rows = run.evaluations.filter((row) => row.env_id === env && row.opponent === opponent && row.n
     && (row.label === "concurrent") === concurrent);
   return rows.sort((a, b) => a.step - b.step).map((row) => {
-    const isShare = row.points !== null, [low, high] = isShare ? row.points_interval : row.reward_interval;
-    return { step: row.step, hours: hoursAt(run, row.step), y: isShare ? row.points : row.mean_reward, low, high, n: row.n };
+    const [low, high] = row.interval;
+    return { step: row.step, hours: hoursAt(run, row.step), y: row.points ?? row.mean_reward, low, high, n: row.n };
   });
 }
 
-/** Mean over a group's runs wherever at least two of them have a value, with their standard deviation. */
-function meanOver(runs) {
+/** Mean over a group's runs wherever at least two of them have a value, with its t-interval. student: quantile by number of runs. */
+function meanOver(runs, isShare, student) {
   const at = new Map();
   for (const points of runs) for (const point of points) at.set(point.step, [...(at.get(point.step) ?? []), point]);
   return [...at].sort((a, b) => a[0] - b[0]).filter(([, found]) => found.length > 1).map(([step, found]) => {
@@ -112,7 +91,8 @@ function meanOver(runs) {
     const y = mean((point) => point.y);
     const sd = Math.sqrt(found.reduce((sum, point) => sum + (point.y - y) ** 2, 0) / (found.length - 1));
     const hours = found.some((point) => point.hours === null) ? null : mean((point) => point.hours);
-    return { step, hours, y, low: y - sd, high: y + sd, seeds: found.length };
+    const half = (student[found.length] * sd) / Math.sqrt(found.length), [least, most] = isShare ? [0, 1] : [-Infinity, Infinity];
+    return { step, hours, y, low: Math.max(y - half, least), high: Math.min(y + half, most), seeds: found.length };
   });
 }
 
@@ -143,7 +123,7 @@ class Curves {
       const label = group || "mean", role = roleOf(number);
       if (members.length < 2) return members.map((i) => ({ label: runs[i].label, role, points: ofRun[i] }));
       const faint = members.map((i) => ({ label: runs[i].label, role, points: ofRun[i], faint: true }));
-      return [...faint, { label, role, points: meanOver(members.map((i) => ofRun[i])) }];
+      return [...faint, { label, role, points: meanOver(members.map((i) => ofRun[i]), card.percent, this.data.student) }];
     });
   }
 
@@ -285,8 +265,8 @@ function figureOf(value, percent) {
 
 function rangeOf(point, percent) {
   const parts = [];
-  if (point.seeds) return ` ± ${figureOf(point.high - point.y, percent)} SD, ${point.seeds} seeds`;
   if (point.low !== null && point.low !== undefined) parts.push(`${figureOf(point.low, percent)} – ${figureOf(point.high, percent)}`);
+  if (point.seeds) parts.push(`${point.seeds} seeds`);
   if (point.n) parts.push(`n = ${Math.round(point.n).toLocaleString("en")}`);
   return parts.length ? ` (${parts.join(", ")})` : "";
 }
@@ -377,7 +357,7 @@ function drawCurves(data) {
     const named = curves.byGroup && data.groups.length > 1 ? data.groups : curves.byGroup ? [] : data.runs.map((run) => run.label);
     $("legend").replaceChildren(...(data.runs.length > 1 ? named : []).map((label, i) => el("span", {}, el("span", { class: "swatch", vars: { "--swatch": `var(--${roleOf(i)})` } }), label)));
     $("bands").textContent = curves.byGroup
-      ? "Bold: the mean over seeds, with a band of ± 1 standard deviation between them. Faint: each seed."
+      ? "Bold: the mean over seeds, with its 95 % t-interval. Faint: each seed."
       : "Bands of shares are 95 % intervals, given n. Curves of training games are means over the newest 512, so neighbouring points share games.";
   };
   const again = () => { legend(); curves.redraw(); };

@@ -27,11 +27,17 @@ from unstable_lite.dashboards.league import Result, Results, Standing, age, choo
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
 from unstable_lite.tracking.displayed_metrics import METRICS
-from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, t_95
+from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
+OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
+SHARE = re.compile(
+    r"(Points|Win Rate|Loss Rate|Draw Rate|Format Success Rate|Invalid Rate|share|clipped)( \(.*\))?$"
+    r"|^(Draw|Ended by|Truncated|Pct\.)"
+)
+"""Metrics that are shares of games or turns; not the edges of their intervals."""
 MAX_IN_MATRIX = 16
 MAX_PRINTED = 24
 """Most models in a printed ladder."""
@@ -48,6 +54,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         "runs": [_run_data(run) for run in runs],
         "games": index,
         "metrics": [metric._asdict() for metric in METRICS.values()],
+        "student": [None, None, *map(student, range(1, len(runs)))],
     }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
@@ -93,10 +100,50 @@ def _run_data(run: RunData) -> dict[str, Any]:
         "steps": run.steps,
         "hours": run.hours,
         "series": run.curves,
-        "evaluations": [{name: value for name, value in row.items() if name != "scores"} for row in run.lines("eval")],
+        "countOf": {name: _count_of(name) for name in run.curves},
+        "bands": dict(_bands(run)),
+        "evaluations": [
+            {name: value for name, value in row.items() if name not in ("scores", "rewards")}
+            for row in run.lines("eval")
+        ],
         "ladder": {uid: rows for uid, rows in run.ladder_rows.items() if uid == "base" or uid.startswith("fixed-")},
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),
     }
+
+
+def _count_of(name: str) -> str | None:
+    """Return the metric that is the number of entries of a mean."""
+    group, _, metric = name.rpartition("/")
+    if not group.startswith(("collection-", "evaluation-")):
+        return None
+    own, seat = re.match(r"(concurrent )?checkpoint ", metric), re.search(r"\(pid=\d+\)$", metric)
+    if own:
+        return f"{group}/{own[0]}n"
+    if seat:
+        return f"{group}/n {seat[0]}"
+    of = " (turns)" if OF_TURNS.match(metric) else " (answered)" * metric.startswith("Time per Token")
+    return f"{group}/n{of}"
+
+
+def _bands(run: RunData) -> Iterator[tuple[str, list[tuple[float, float] | None]]]:
+    """Yield each metric that is a share of games or turns, with its 95 % interval at each update."""
+    for name, values in run.curves.items():
+        counts = run.curves.get(_count_of(name) or "")
+        if counts is None or not SHARE.search(name.rpartition("/")[2]):
+            continue
+        won = run.curves.get(re.sub("Points$", "Win Rate", name), values)
+        unknown = [None] * len(values)
+        lows, highs = run.curves.get(f"{name} low", unknown), run.curves.get(f"{name} high", unknown)
+        bands: list[tuple[float, float] | None] = []
+        for share, n, win, low, high in zip(values, counts, won, lows, highs, strict=True):
+            if low is not None and high is not None:
+                bands.append((low, high))
+            elif share is None or not n or win is None:
+                bands.append(None)
+            else:
+                wins, draws = round(win * n), round(2 * (share - win) * n)
+                bands.append(points_interval(wins, draws, round(n) - wins - draws))
+        yield name, bands
 
 
 def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[list[Any]]]:
@@ -144,8 +191,6 @@ class Pooled(NamedTuple):
     low: float
     high: float
     games: int
-    spread: float | None
-    """Standard deviation over the seeds, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,20 +249,16 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
 
 
 def _pooled(rows: Sequence[dict[str, Any]]) -> Pooled:
-    """Pool one evaluation of each run: their games, or, of a reward, their means, which count alike."""
-    games, name = sum(row["n"] for row in rows), _value_name(rows)
-    spread = stdev(row[name] for row in rows) if len(rows) > 1 else None
-    if name == "points":
-        wins, draws, losses = (sum(row[name] for row in rows) for name in ("wins", "draws", "losses"))
-        value = (wins + draws / 2) / (wins + draws + losses)
-        return Pooled(value, *points_interval(wins, draws, losses), games, spread)
-    below = above = 0.0
-    for row in rows:  # a single game has no interval
-        mean, std = row["mean_reward"], row["reward_std"]
-        low, high = (-math.inf, math.inf) if std is None else mean_interval(mean, std, row["n"])
-        below, above = math.hypot(below, mean - low), math.hypot(above, high - mean)
-    value = fmean(row["mean_reward"] for row in rows)
-    return Pooled(value, value - below / len(rows), value + above / len(rows), games, spread)
+    """Pool one evaluation of each run, whose results count alike; the interval of several runs is over their means."""
+    name, games = _value_name(rows), sum(row["n"] for row in rows)
+    means = [row[name] for row in rows]
+    if len(rows) > 1:
+        low, high = mean_interval(fmean(means), stdev(means), len(means))
+        if name == "points":
+            low, high = max(low, 0.0), min(high, 1.0)
+    else:  # a single game has no interval
+        low, high = (-math.inf, math.inf) if None in rows[0]["interval"] else rows[0]["interval"]
+    return Pooled(fmean(means), low, high, games)
 
 
 def _value_name(rows: Sequence[dict[str, Any]]) -> str:
@@ -227,18 +268,20 @@ def _value_name(rows: Sequence[dict[str, Any]]) -> str:
 def _difference(firsts: Sequence[dict[str, Any]], lasts: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Return the difference with its interval.
 
-    Of one run that is the interval of the pairs of games with the same env seed, if it has them. Otherwise it is
-    Newcombe's (1998) hybrid of the two intervals, or the t-interval of the seeds' gains if that is wider.
+    Of one run that is the interval of the pairs of games with the same env seed, or without pairs Newcombe's (1998)
+    hybrid of the two intervals. Of several runs it is over the seeds' gains.
     """
-    if len(firsts) == 1 and (pairs := paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ()))):
-        return pairs.mean, pairs.low, pairs.high
-    first, last, name, seeds = _pooled(firsts), _pooled(lasts), _value_name(firsts), len(firsts)
-    gains = [after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)]
-    between = t_95(seeds - 1) * stdev(gains) / math.sqrt(seeds) if seeds > 1 else 0.0
-    gain = last.value - first.value
-    below = max(between, math.hypot(last.value - last.low, first.high - first.value))
-    above = max(between, math.hypot(last.high - last.value, first.value - first.low))
-    return gain, gain - below, gain + above
+    first, last, name = _pooled(firsts), _pooled(lasts), _value_name(firsts)
+    gain, most = last.value - first.value, 1.0 if name == "points" else math.inf
+    if len(firsts) > 1:
+        gains = [after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)]
+        low, high = mean_interval(gain, stdev(gains), len(gains))
+    elif pairs := paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ())):
+        gain, low, high = pairs.mean, pairs.low, pairs.high
+    else:
+        low = gain - math.hypot(last.value - last.low, first.high - first.value)
+        high = gain + math.hypot(last.high - last.value, first.value - first.low)
+    return gain, max(low, -most), min(high, most)
 
 
 def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:

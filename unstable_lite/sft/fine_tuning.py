@@ -1,8 +1,7 @@
-"""Fine-tuning process: `python -m unstable_lite.transport unstable_lite.sft.worker`.
+"""Training of the adapter on pairs: completion tokens after their prompts, stop token included.
 
-Trains the adapter on the pairs in `sft.output`: completion tokens after their prompts, stop token included. Owns the
-tokenisation of pairs, with the engines' code, the split and the loss; each update takes the learner's steps. Knows
-nothing of games. `Ready.info` is that of `learner/training.py`.
+Owns the tokenisation of pairs, with the engines' code, the split and the loss; each update takes the learner's steps.
+Knows nothing of games.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,62 +21,47 @@ from unstable_lite.errors import RequestError
 from unstable_lite.games.answers import find_extraction, written_answer
 from unstable_lite.games.templates import chats_in_use, templates_for
 from unstable_lite.learner.batching import check, unsampled
-from unstable_lite.learner.training import Training, Update, ready_info
+from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.rng import derive_seed
-from unstable_lite.sft.pairs import PAIRS, Pair, env_of, read_pairs
-from unstable_lite.transport.messages import FineTuned, FineTuning, Ready, Stop
-from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
+from unstable_lite.sft.pairs import PAIRS, Pair
 from unstable_lite.types import TrainItem
 
 T = TypeVar("T")
 
 
-def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
-    torch.set_num_threads(spec.threads)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = spec.config
-    tuner = FineTuner(config, spec.device)
-    socket.send(Ready(info=ready_info(tuner.policy, spec)))
-    for message in tuner.fine_tune(read_pairs(config.sft.output / PAIRS)):
-        if _is_stopped(socket, wait_s=0.0):
-            return
-        socket.send(message)
-    while not _is_stopped(socket, wait_s=1.0):
-        pass
-
-
-def _is_stopped(socket: WorkerSocket, wait_s: float) -> bool:
-    return any(isinstance(message, Stop) for message in socket.receive(wait_s))
-
-
 class FineTuner:
     """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, show: Callable[[int, int, float], None] = lambda *_: None) -> None:
+        """Load the model. `show`: receives number, total and loss of each update."""
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         constant = {"learning_rate_schedule": "constant", "learning_rate_warmup": 0}
         learner = config.learner.model_copy(update={"learning_rate": config.sft.learning_rate, **constant})
         self._training = Training(config.model_copy(update={"learner": learner}), device)
         self.policy = self._training.policy
         self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
-        self._config = config
+        self._config, self._show = config, show
 
-    def fine_tune(self, pairs: Sequence[Pair]) -> Iterator[FineTuning | FineTuned]:
-        """Train on `pairs` and write the adapter into `sft.output`; yield the progress and at last the result.
+    def fine_tune(self, pairs: Sequence[Pair]) -> tuple[dict[str, float], Counter[str]]:
+        """Train on `pairs` and write the adapter into `sft.output`.
 
-        Raises RequestError if no pair can be trained on, or if an update is not finite.
+        Return metrics, and the number of pairs that were not trained on, by reason. Raises RequestError if no pair can
+        be trained on, or if an update is not finite.
         """
-        items, left_out = self.tokenise(pairs)
+        output, (items, left_out) = self._config.sft.output, self.tokenise(pairs)
         if not items:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            raise RequestError(f"none of the pairs in {self._config.sft.output / PAIRS} can be trained on: {reasons}")
+            raise RequestError(f"none of the pairs in {output / PAIRS} can be trained on: {reasons}")
         train, held_out = self.split(items)
-        before = self.agreement(held_out)
-        losses = yield from self.train(train)
-        after = self.agreement(held_out)
+        before, losses, after = self.agreement(held_out), self.train(train), self.agreement(held_out)
+        try:
+            peft_files.write_files(output, *self.policy.adapter_state())
+        except OSError as error:
+            raise RequestError(peft_files.explain(error, output, self.policy.adapter_bytes)) from error
         metrics = {
             "num_trained": float(len(train)),
             "num_held_out": float(len(held_out)),
@@ -86,12 +70,7 @@ class FineTuner:
             "train_loss_last_epoch": losses[-1],
             **{f"{name}_after": value for name, value in after.items()},
         }
-        output, state = self._config.sft.output, self.policy.adapter_state()
-        try:
-            peft_files.write_files(output, *state)
-        except OSError as error:
-            raise RequestError(peft_files.explain(error, output, self.policy.adapter_bytes)) from error
-        yield FineTuned(metrics=metrics, left_out=dict(left_out))
+        return metrics, left_out
 
     def tokenise(self, pairs: Sequence[Pair]) -> tuple[list[TrainItem], Counter[str]]:
         """Return items, and the number of pairs that were left out, by reason.
@@ -100,10 +79,12 @@ class FineTuner:
         """
         engine, limit = self._config.engine, self.policy.position_limit
         max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
+        first, *_ = self._config.train_envs
+        envs = {env.env_id: env for env in self._config.train_envs}
         items: list[TrainItem] = []
         left_out: Counter[str] = Counter()
         for pair in pairs:
-            env = env_of(pair, self._config.train_envs)
+            env = envs.get(pair.env_id, first)
             template = self._templates[env.prompt_template]
             prompt = pair.prompt or template.prompt(pair.observation, env.num_players)
             completion = pair.completion or written_answer(prompt, pair.action, template.tags)
@@ -134,20 +115,20 @@ class FineTuner:
             side += group
         return trained, held_out
 
-    def train(self, items: Sequence[TrainItem]) -> Generator[FineTuning, None, list[float]]:
-        """Make `sft.epochs` passes over `items`, yield after each update, and return the mean loss per token of each.
+    def train(self, items: Sequence[TrainItem]) -> list[float]:
+        """Make `sft.epochs` passes over `items`, and return the mean loss per token of each.
 
         Raises RequestError if the loss or the gradient is not finite.
         """
-        sft, update, losses = self._config.sft, 0, []
+        sft, number, losses = self._config.sft, 0, []
         total = sft.epochs * math.ceil(len(items) / sft.batch_size)
         for epoch in range(sft.epochs):
             order, summed_loss = self._shuffled(items, f"epoch {epoch}"), 0.0
             for start in range(0, len(order), sft.batch_size):
-                batch, update = order[start : start + sft.batch_size], update + 1
-                loss = self._update(batch, update)
+                batch, number = order[start : start + sft.batch_size], number + 1
+                loss = self._update(batch, number)
                 summed_loss += loss * _num_trained(batch)
-                yield FineTuning(update=update, total=total, loss=loss)
+                self._show(number, total, loss)
             losses.append(summed_loss / _num_trained(items))
         return losses
 
@@ -172,15 +153,14 @@ class FineTuner:
         """
         if not items:
             return {}
-        loss, num_hits, num_right, num_tokens = 0.0, 0, 0, _num_trained(items)
+        loss, num_hits, num_right, num_tokens = 0.0, 0.0, 0.0, _num_trained(items)
         with self.policy.evaluating():
             for batch in self.policy.micro_batches(items):
-                logp_N, _ = self.policy.logprobs(batch)
                 is_hit_N = self.policy.is_most_likely(batch)
                 misses_I = torch.bincount(batch.item_N[~is_hit_N], minlength=len(batch.rows))
-                loss -= logp_N.sum().item()
-                num_hits += int(is_hit_N.sum().item())
-                num_right += int((misses_I == 0).sum().item())
+                loss -= self.policy.logprobs(batch)[0].sum().item()
+                num_hits += is_hit_N.sum().item()
+                num_right += (misses_I == 0).sum().item()
         return {"loss": loss / num_tokens, "token_accuracy": num_hits / num_tokens, "accuracy": num_right / len(items)}
 
     def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:
