@@ -31,7 +31,7 @@ from unstable_lite.games.local_game import hang_guard, reason_of
 from unstable_lite.games.openspiel.game import describe_games, trial_problem
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 from unstable_lite.games.questions import is_questions, read_questions
-from unstable_lite.types import Observation
+from unstable_lite.types import GameSpec, Observation
 
 SLOW_RESET_S = 0.02
 """Longest reset in seconds of an env that is not isolated; a longer one would delay every other game."""
@@ -87,18 +87,18 @@ class EnvFacts:
     has_slow_reset: bool = False
 
 
-def is_isolated(
-    env_id: str,
-    num_players: int,
-    observation: Observation = "env",
-    wanted: bool | None = None,
-    env_kwargs: tuple[tuple[str, Any], ...] = (),
-) -> bool:
-    """Return whether the env's games run in separate processes: as `wanted`; if None, whether the env needs it."""
-    if wanted is not None:
-        return wanted
-    is_slow = env_family(env_id) in ISOLATED or probe(env_id, num_players, observation, env_kwargs).has_slow_reset
-    return is_slow or depends_on_hash_seed(env_id, num_players, env_kwargs)
+def is_isolated(spec: EnvSpec | GameSpec) -> bool:
+    """Return whether the env's games run in separate processes: as the spec says, else whether the env needs it."""
+    may_depend = spec.isolated is None
+    return _may_hang(spec) or (may_depend and depends_on_hash_seed(spec.env_id, spec.num_players, spec.env_kwargs))
+
+
+def _may_hang(spec: EnvSpec | GameSpec) -> bool:
+    """Return whether the env is isolated for another reason than its hash seed."""
+    if spec.isolated is not None:
+        return spec.isolated
+    facts = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
+    return env_family(spec.env_id) in ISOLATED or facts.has_slow_reset
 
 
 @cache
@@ -252,11 +252,6 @@ def _remark(source: str | None) -> str:
     return "calls OpenRouter: needs OPENROUTER_API_KEY" * ("OpenRouter" in source)
 
 
-def calls_model(env_id: str) -> bool:
-    """Return whether an env of TextArena asks a model over the network."""
-    return env_id in env_ids() and "OpenRouter" in (source_text(env_id) or "")
-
-
 @cache
 def _can_be_parsed(source: str) -> bool:
     with warnings.catch_warnings(action="ignore"):  # invalid escape sequences, deprecated in Python
@@ -296,7 +291,7 @@ def trial(spec: EnvSpec) -> Trial:
     """
     if is_questions(spec.env_id):
         return Trial(lengths=(1,))
-    if _may_hang(spec) or calls_model(spec.env_id):
+    if _may_hang(spec) or (spec.env_id in env_ids() and "OpenRouter" in (source_text(spec.env_id) or "")):
         return Trial(unseen="it is isolated, or calls a model over the network")
     knows_moves, lengths, until = lists_actions(spec.env_id), list[int](), time.monotonic() + TRIAL_TIMEOUT_S
     unseen: str | None = "no trial game came to its end" if knows_moves else "the package knows no legal moves of it"
@@ -336,14 +331,6 @@ def _turns(spec: EnvSpec, seed: int, until: float) -> tuple[list[tuple[int, str,
         turns.append((*turn, action))
         turn = environment.play(action)
     return turns, environment if turn is None else None
-
-
-def _may_hang(spec: EnvSpec) -> bool:
-    """Return whether the env is isolated for another reason than its hash seed."""
-    if spec.isolated is not None:
-        return spec.isolated
-    facts = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
-    return env_family(spec.env_id) in ISOLATED or facts.has_slow_reset
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class EnvPool:
 
         Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
         """
-        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs):
+        if not is_isolated(spec):
             return make_in_process(spec)
         async with self._is_starting:
             if not self._hosts:

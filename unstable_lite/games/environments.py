@@ -99,16 +99,6 @@ _numpy.random = _StandIn(np.random, np.random.RandomState, "numpy_random")  # ty
 _STAND_INS = {id(random): _StandIn(random, random.Random, "stream"), id(np): _numpy}
 
 
-def _give_own_streams(package: str) -> None:
-    """Replace `random` and `numpy` in every loaded module of `package`."""
-    for name, module in list(sys.modules.items()):
-        if name == package or name.startswith(package + "."):
-            # Not `vars`, which would load a lazy module.
-            for attribute, value in list(object.__getattribute__(module, "__dict__").items()):
-                if isinstance(value, types.ModuleType) and id(value) in _STAND_INS:
-                    setattr(module, attribute, _STAND_INS[id(value)])
-
-
 class Environment(LocalGame):
     """One game of one env."""
 
@@ -298,8 +288,12 @@ def _prepare(env_id: str) -> str:
         plugins.import_module(module)
     home = _home_module(registered_id)
     plugins.import_module(home)
-    for package in ("textarena", home):
-        _give_own_streams(package)
+    for name, module_of_env in list(sys.modules.items()):
+        if f"{name}.".startswith(("textarena.", f"{home}.")):
+            # Not `vars`, which would load a lazy module.
+            for attribute, value in list(object.__getattribute__(module_of_env, "__dict__").items()):
+                if isinstance(value, types.ModuleType) and id(value) in _STAND_INS:
+                    setattr(module_of_env, attribute, _STAND_INS[id(value)])
     return registered_id
 
 

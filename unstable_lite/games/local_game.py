@@ -56,13 +56,6 @@ class _Guard:
         self._since = 0.0
         self._thread = threading.get_ident()
 
-    def wait_for_aim(self) -> None:
-        """Wait at the end of a call until a last-moment interruption has arrived or been given up."""
-        while self.is_aiming:
-            time.sleep(0.001)
-        for _ in range(10):
-            pass  # a pending asynchronous exception is raised at the next jump
-
     def is_overdue(self) -> bool:
         """Return whether the running call takes too long. Poll it; it is true only once per call."""
         call, now = self.call, time.monotonic()
@@ -109,8 +102,11 @@ def guarded_call(function: Callable[..., T], *arguments: object) -> T:
             return function(*arguments)
         finally:
             guard.call = 0
-            if guard.is_aiming:
-                guard.wait_for_aim()
+            if guard.is_aiming:  # a last-moment interruption arrives, or is given up
+                while guard.is_aiming:
+                    time.sleep(0.001)
+                for _ in range(10):
+                    pass  # a pending asynchronous exception is raised at the next jump
     except _BrokenOff as broken:
         guard.call = 0
         raise Overdue(guard.limit_s) from broken

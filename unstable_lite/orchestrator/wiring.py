@@ -305,7 +305,7 @@ def canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[st
         for spec in config.train_envs:
             if len(prompts) == CANARY_PROMPTS:
                 break
-            if seed and is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs):
+            if seed and is_isolated(spec):
                 continue
             _, observation = environment_of(spec, seed).observe()
             prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None

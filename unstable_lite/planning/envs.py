@@ -45,11 +45,7 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
         fault = information_fault(family) if is_openspiel(family) else REMARKS.get(family)
         if fault is not None:
             yield "warning", f"{family}: {fault}"
-    isolated = dict.fromkeys(
-        spec.env_id
-        for spec in (*config.train_envs, *config.eval_envs)
-        if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs)
-    )
+    isolated = dict.fromkeys(env.env_id for env in (*config.train_envs, *config.eval_envs) if is_isolated(env))
     if isolated:
         yield "isolated", f"{', '.join(isolated)}: in processes that can be killed"
     for env_id, spec in specs.items():

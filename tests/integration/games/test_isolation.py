@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 
 from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import EnvError
 from unstable_lite.games import env_pool
 from unstable_lite.games.env_catalogue import is_isolated
@@ -116,7 +117,10 @@ async def unstarted(tmp_path: Path) -> AsyncIterator[EnvPool]:
 
 
 async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(environments: EnvPool) -> None:
-    assert is_isolated("WordChains-v0", 2) and not is_isolated("fakes.numpy_env:NumpyNim-v0", 2)
+    word_chains, nim = (
+        EvalEnvSpec(env_id=name, num_players=2) for name in ("WordChains-v0", "fakes.numpy_env:NumpyNim-v0")
+    )
+    assert is_isolated(word_chains) and not is_isolated(nim)
     seen = [(await environments.make(game(SET_ORDER_ENV, 2, seed, isolated=None))).observe() for seed in range(4)]
     code = "from fakes.set_order_env import *; from unstable_lite.games.environments import Environment\n"
     code += f"print([Environment({SET_ORDER_ENV!r}, 2, seed).observe() for seed in range(4)])"
@@ -220,8 +224,9 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
 async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the_key_of_its_model(
     unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [True, False]
-    assert is_isolated("Sokoban-v0-train", 1)
+    specs = [EvalEnvSpec(env_id=name, num_players=3) for name in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")]
+    assert list(map(is_isolated, specs)) == [True, False]
+    assert is_isolated(EvalEnvSpec(env_id="Sokoban-v0-train", num_players=1))
     for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"the {name}")
     await unstarted.make(game("Nim-v0-train", 2, 0, isolated=None))

@@ -20,8 +20,8 @@ def test_openspiel_envs_work_where_envs_are_looked_at() -> None:
     assert env_family("openspiel:goofspiel(num_turns=-1)") == "openspiel:goofspiel(num_turns=-1)"
     assert isinstance(start_environment(KUHN, 2, 0), OpenSpielGame)
     assert probe(KUHN, 2).problem is None
-    assert not is_isolated(KUHN, 2)
-    assert is_isolated(KUHN, 2, wanted=True)
+    assert not is_isolated(EvalEnvSpec(env_id=KUHN, num_players=2))
+    assert is_isolated(EvalEnvSpec(env_id=KUHN, num_players=2, isolated=True))
     assert len(trial(spec).lengths) == TRIAL_GAMES
     assert 2 <= fmean(trial(spec).lengths) <= 3
     assert {position.turn for position in random_positions(spec, games=20)} == {0, 1, 2}

@@ -225,7 +225,8 @@ async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
 
 def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:
     small = (("dim_room", (5, 5)), ("num_boxes", 1))
-    assert is_isolated("Sokoban-v0-train", 1) and not is_isolated("Sokoban-v0-train", 1, env_kwargs=small)
+    slow = EvalEnvSpec(env_id="Sokoban-v0-train", num_players=1)
+    assert is_isolated(slow) and not is_isolated(slow.model_copy(update={"env_kwargs": small}))
 
 
 def test_eval_env_played_with_other_arguments_is_named() -> None:

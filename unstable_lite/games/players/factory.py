@@ -150,7 +150,9 @@ class PlayerFactory:
         from unstable_lite.games.players.openai_compatible import Endpoint  # its library takes a second to import
 
         if self._endpoint is None:
-            allow_descriptors(descriptors_needed(self._opponents))
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if soft != resource.RLIM_INFINITY and soft < (needed := descriptors_needed(self._opponents)):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, _most_descriptors()), hard))
             self._endpoint = Endpoint(self._opponents, self._say)
             if self._spent_before is not None:
                 self._endpoint.budget.load_state_dict(self._spent_before)
@@ -159,13 +161,6 @@ class PlayerFactory:
 
 def descriptors_needed(opponents: OpponentsConfig) -> int:
     return opponents.max_concurrent_requests + DESCRIPTORS_BESIDES
-
-
-def allow_descriptors(needed: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, _most_descriptors()), hard))
 
 
 def _most_descriptors() -> int:

@@ -46,7 +46,10 @@ class HumanPlayer:
 
     async def _line(self) -> str:
         self._console.print("> ", end="", style="bold")
-        line = await (await self._reader()).readline() if _may_block() else sys.stdin.buffer.readline()
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        # Reading a file or /dev/null never blocks, and they cannot be polled.
+        may_block = sys.stdin.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+        line = await (await self._reader()).readline() if may_block else sys.stdin.buffer.readline()
         if not line:
             raise OpponentError("the input has ended, so the human player cannot continue")
         return line.decode(errors="replace").strip()
@@ -62,9 +65,3 @@ class HumanPlayer:
 
 def _plain(action: str) -> str:
     return "".join(action.split()).casefold()
-
-
-def _may_block() -> bool:
-    """Return whether reading the input may block; a file or /dev/null never does, and cannot be polled."""
-    mode = os.fstat(sys.stdin.fileno()).st_mode
-    return sys.stdin.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

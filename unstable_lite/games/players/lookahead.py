@@ -159,14 +159,12 @@ def _best_of_nim(observation: str) -> list[str]:
     return winning or legal_actions("Nim-v0", observation)
 
 
-def _best_of_kuhn_poker(observation: str) -> list[str]:
-    return [action for action in legal_actions("KuhnPoker-v0", observation) if action in ("[bet]", "[call]")]
-
-
 OPTIMAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "TicTacToe": _best_of_tictactoe,
     "Nim": _best_of_nim,
-    "KuhnPoker": _best_of_kuhn_poker,
+    "KuhnPoker": lambda observation: [
+        a for a in legal_actions("KuhnPoker-v0", observation) if a in ("[bet]", "[call]")
+    ],
 }
 """Reader of the best actions, by env family."""
 _ACTION = {
