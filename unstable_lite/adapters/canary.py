@@ -113,15 +113,6 @@ class Noise:
             factors[:, column] = np.where(is_plain, _log_calibrated(p_value, BY_MUCH), by_sign)
         return factors
 
-    def log_parting_factor(self, num_common: int, has_parted: bool) -> float:
-        """Return the log factor of one resampled completion, against the hypothesis that every second token diverges.
-
-        Two distributions diverge at a token with a probability of half the mean |Δ log p|; this assumes four times as
-        much.
-        """
-        probability = min(max(NOISE_FACTOR * self.level, LEAST_PARTING), 0.5)
-        return num_common * math.log(0.5 / (1 - probability)) + has_parted * math.log(0.5 / probability)
-
     def _p_value(self, sizes: Floats, known: Floats) -> Floats:
         """Return the share of the known differences, enlarged by NOISE_FACTOR, that are at least as large."""
         reduced = sizes / NOISE_FACTOR
@@ -158,9 +149,15 @@ class Evidence:
         self.logs = self.logs + np.minimum(one, MOST_OF_ONE)
 
     def add_parting(self, noise: Noise, num_common: int, has_parted: bool) -> None:
-        """Add whether a resampled completion diverged after `num_common` tokens."""
+        """Add whether a resampled completion diverged after `num_common` tokens.
+
+        The other hypothesis is that every second token diverges. Two distributions diverge at a token with a
+        probability of half the mean |Δ log p|; this assumes four times as much.
+        """
+        probability = min(max(NOISE_FACTOR * noise.level, LEAST_PARTING), 0.5)
+        log_factor = num_common * math.log(0.5 / (1 - probability)) + has_parted * math.log(0.5 / probability)
         self.logs = self.logs.copy()
-        self.logs[-1] += min(noise.log_parting_factor(num_common, has_parted), MOST_OF_ONE)
+        self.logs[-1] += min(log_factor, MOST_OF_ONE)
 
     @property
     def is_open(self) -> bool:

@@ -46,8 +46,8 @@ class AdapterStore:
         self._fallback = fallback
         self._alarm = alarm
         self._locks: list[int] = []
-        self._outside: dict[int, Path] = {}
-        """Directories of adapters that are not in the arena."""
+        self.outside: dict[int, Path] = {}
+        """Directories of adapters that are not in the arena, and stay as they are."""
         self._directories = [self._make(fallback if problem else SHARED_MEMORY)]
         """Directories of the arena; the last one is written to."""
 
@@ -64,11 +64,7 @@ class AdapterStore:
         return True
 
     def path(self, version: int) -> Path:
-        return self._outside.get(version) or self._place(f"v{version}")
-
-    def add_outside(self, version: int, directory: Path) -> None:
-        """Note that a version's files are in another directory, which stays as it is."""
-        self._outside[version] = directory
+        return self.outside.get(version) or self._place(f"v{version}")
 
     def learner_state(self, version: int) -> Path:
         """Return the directory of the learner's state at a version, from which a restarted learner resumes."""
@@ -79,7 +75,7 @@ class AdapterStore:
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def unlink(self, version: int) -> None:
-        if self._outside.pop(version, None) is None:
+        if self.outside.pop(version, None) is None:
             shutil.rmtree(self.path(version), ignore_errors=True)
 
     def close(self) -> None:

@@ -54,7 +54,8 @@ def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | N
         raw = parse_toml(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    if is_recorded(path) and (ignored := drop_removed(raw)):
+    is_recorded = path.name == "config.toml" and path.with_name("versions.json").is_file()
+    if is_recorded and (ignored := drop_removed(raw)):
         log.warning("%s: these keys no longer exist and are ignored: %s", path, ", ".join(ignored))
     for override in overrides:
         _apply_override(raw, override)
@@ -63,11 +64,6 @@ def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | N
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return config, [f"{path}: {problem}" for problem in problems]
-
-
-def is_recorded(path: Path) -> bool:
-    """Return whether the file is the config that a run wrote into its directory."""
-    return path.name == "config.toml" and path.with_name("versions.json").is_file()
 
 
 def drop_removed(raw: dict[str, Any]) -> list[str]:

@@ -249,7 +249,14 @@ def _evaluations(lines: Sequence[dict[str, Any]], width: int, rows: int) -> Pane
     """Return the panel of the newest evaluations with their 95 % intervals, in this number of rows."""
     is_narrow = width < NARROW
     shown = lines[-(rows // 2 if is_narrow else rows) :]
-    results = [(line["model"], *_result_of(line), f"n={line['n']}") for line in shown]
+    results = []
+    for line in shown:
+        if line["points"] is not None:
+            value, interval = f"{line['points']:.1%}", (f"{edge:.0%}" for edge in line["interval"])
+        else:
+            value = f"{line['mean_reward']:.3g}"
+            interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["interval"])
+        results.append((line["model"], value, "–".join(interval), f"n={line['n']}"))
     widths = [max(map(len, column)) for column in zip(*results, strict=True)]
     text = Text(no_wrap=True, overflow="ellipsis")
     for line, (model, *numbers) in zip(shown, results, strict=True):
@@ -259,14 +266,6 @@ def _evaluations(lines: Sequence[dict[str, Any]], width: int, rows: int) -> Pane
         text.append_text(Text.assemble(against, "\n", result) if is_narrow else Text.assemble(result, "  ", against))
     omitted = f": newest {len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
     return _panel(text if shown else Text("none yet", style="dim"), f"evaluations{omitted}")
-
-
-def _result_of(line: dict[str, Any]) -> tuple[str, str]:
-    """Return the points of an evaluation, or its mean reward, and the interval."""
-    if line["points"] is not None:
-        return f"{line['points']:.1%}", "–".join(f"{edge:.0%}" for edge in line["interval"])
-    interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["interval"])
-    return f"{line['mean_reward']:.3g}", "–".join(interval)
 
 
 def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, width: int) -> RenderableType:

@@ -91,13 +91,11 @@ def count_gpus() -> int:
         return num_present
     names = _listed(visible)
     listed = "" if all(map(str.isdecimal, names)) else ask_nvidia_smi("-L")
-
-    def is_present(name: str) -> bool:
-        if name.isdecimal():
-            return int(name) < num_present
-        return "UUID: " not in listed or listed.count(f"UUID: {name}") == 1
-
-    return len(list(itertools.takewhile(is_present, names)))
+    for index, name in enumerate(names):
+        is_alone = "UUID: " not in listed or listed.count(f"UUID: {name}") == 1
+        if not (int(name) < num_present if name.isdecimal() else is_alone):
+            return index
+    return len(names)
 
 
 def visible_name(device: int) -> str:

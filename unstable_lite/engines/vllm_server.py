@@ -16,7 +16,7 @@ import reprlib
 import secrets
 import shutil
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,14 +286,11 @@ class VLLMServerEngine(VLLMShell):
                 "every sequence by the long factors of LongRoPE, but the learner none. Start it with "
                 f"--max-model-len {limit}"
             )
-        await self._clean_up([card.id for card in listed.data])
-        return served, max_len
-
-    async def _clean_up(self, served: Sequence[str]) -> None:
-        """Remove the adapters of a worker that died and that this one replaces."""
+        # Remove the adapters of a worker that died and that this one replaces.
         copied = {path.name.removeprefix(".") for path in self._folder.glob("*unstable_lite-*")}
-        for name in {*served, *copied}:
+        for name in {*(card.id for card in listed.data), *copied}:
             if name.startswith(self._label):
                 await self._withdraw(name)
         if others := [name for name in copied if not name.startswith(self._label)]:
             log.warning("%s holds %d adapters of other runs, some of which may be over", self._folder, len(others))
+        return served, max_len

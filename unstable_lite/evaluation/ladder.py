@@ -72,22 +72,17 @@ def rate(games: Sequence[RatedGame]) -> list[Place]:
                 points = POINTS[game.outcome]
                 scores.setdefault(game.model, {}).setdefault(game.opponent, []).append(points)
                 scores.setdefault(game.opponent, {}).setdefault(game.model, []).append(1 - points)
-        ratings = _rate_rungs(scores)
+        ratings = dict.fromkeys(RUNGS, 0.0)
+        for _ in range(SWEEPS):
+            before = dict(ratings)
+            for rung in RUNGS:
+                if rung != ANCHOR:
+                    ratings[rung] = _rating(_met(scores.get(rung, {}), ratings))
+            if all(abs(ratings[rung] - before[rung]) < MOVED for rung in RUNGS):
+                break
         placed = [_place(env_id, model, scores[model], ratings) for model in scores]
         places += sorted(placed, key=lambda place: -place.rating)
     return places
-
-
-def _rate_rungs(scores: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    ratings = dict.fromkeys(RUNGS, 0.0)
-    for _ in range(SWEEPS):
-        before = dict(ratings)
-        for rung in RUNGS:
-            if rung != ANCHOR:
-                ratings[rung] = _rating(_met(scores.get(rung, {}), ratings))
-        if all(abs(ratings[rung] - before[rung]) < MOVED for rung in RUNGS):
-            break
-    return ratings
 
 
 def _place(env_id: str, model: str, by_opponent: Mapping[str, Sequence[float]], ratings: Mapping[str, float]) -> Place:

@@ -204,7 +204,9 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         alike = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         shown = [e for e in alike if e.other_settings == settings]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
-        title = ", ".join([f"{env_id}{against(opponent)}", *_apart(settings, [e.other_settings for e in alike])])
+        own, *others = (re.split(r", (?=\w+=)", text) for text in (settings, *(e.other_settings for e in alike)))
+        apart = [setting for setting in own if setting and not all(setting in other for other in others)]
+        title = ", ".join([f"{env_id}{against(opponent)}", *apart])
         columns = ("games", "points", "95 %", "won", "drawn", "reward", "own\ninvalid")
         table = plain_table(title, ("model", *differing), columns)
         for e in shown:
@@ -222,12 +224,6 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         table.caption = "\n".join(f"{e.model}: {change}" for e, change in compared if change) or None
         tables.append(table)
     return tables
-
-
-def _apart(settings: str, alternatives: Sequence[str]) -> list[str]:
-    """Return those of the settings that not all alternatives have."""
-    own, *others = (re.split(r", (?=\w+=)", text) for text in (settings, *alternatives))
-    return [setting for setting in own if setting and not all(setting in other for other in others)]
 
 
 def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:

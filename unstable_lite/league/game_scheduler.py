@@ -131,7 +131,9 @@ class GameScheduler:
         first = self.next_train_job(can_play)
         group = [first if self._group_size == 1 else replace(first, group_idx=first.game_idx)]
         for number in range(1, self._group_size):
-            agents = _moved(first.agent_specs, number) if self._rotates_groups else first.agent_specs
+            agents, n = first.agent_specs, first.num_players
+            if self._rotates_groups:
+                agents = tuple(replace(agents[(pid - number) % n], pid=pid) for pid in range(n))
             group.append(replace(group[0], game_idx=self._next_idx("train"), agent_specs=agents))
         return group if self._forks is None else self._forks.fork(group)
 
@@ -299,11 +301,6 @@ def new_game(
         sampling=env.sampling if isinstance(env, EvalEnvSpec) else None,
         eval_label=label,
     )
-
-
-def _moved(agents: Sequence[AgentSpec], seats: int) -> tuple[AgentSpec, ...]:
-    """Return the players of a game, each `seats` seats further."""
-    return tuple(replace(agents[(pid - seats) % len(agents)], pid=pid) for pid in range(len(agents)))
 
 
 def _kind_of(env_id: str, opponents: Iterable[ModelRef]) -> str:

@@ -162,15 +162,9 @@ def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
     return Fitted(items=[items[index] for index in kept], kept=kept, num_dropped=len(items) - len(kept))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One rank's part of a batch that several ranks divide."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-
-WHOLE = Share()
+Share = tuple[int, int]
+"""One rank's part of a batch that several ranks divide: the rank, and their number."""
+WHOLE: Share = (0, 1)
 
 
 def make_micro_batches(
@@ -215,20 +209,14 @@ def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 def _groups(
     lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share, batch_cost: int
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch of one rank."""
-    parts = cut(lengths, share.num_ranks) if share.num_ranks > 1 else [list(range(len(lengths)))]
-    return _group(lengths, parts[share.rank], max_tokens, max_rows, batch_cost)
-
-
-def _group(
-    lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None, batch_cost: int
-) -> list[list[int]]:
-    """Group rows of similar length, the largest group first, so that a lack of memory shows at once.
+    """Group one rank's rows of similar length, the largest group first, so that a lack of memory shows at once.
 
     The rows are sorted by length and cut at the lowest cost: a token of padding costs one token, a group `batch_cost`
     tokens.
     """
-    order = sorted(all_rows, key=lengths.__getitem__, reverse=True)
+    rank, num_ranks = share
+    own = cut(lengths, num_ranks)[rank] if num_ranks > 1 else range(len(lengths))
+    order = sorted(own, key=lengths.__getitem__, reverse=True)
     cost = np.full(len(order) + 1, np.inf)  # of the best cut of the first n rows
     cost[0] = 0.0
     begin = np.zeros(len(order) + 1, np.int64)  # start of its last group

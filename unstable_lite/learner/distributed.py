@@ -184,7 +184,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if num_ranks() == 1:
         return
     ours = list(parameters)
-    flat = torch.cat([_gradient(parameter).flatten() for parameter in ours])
+    flat = torch.cat([(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in ours])
     _meet()
     dist.all_reduce(flat)
     for parameter, summed in zip(ours, torch.split(flat, [parameter.numel() for parameter in ours]), strict=True):
@@ -199,10 +199,6 @@ def sum_metrics(numbers: Floats) -> Floats:
     _meet()
     dist.all_reduce(summed)
     return summed.numpy()
-
-
-def sum_metric(number: float) -> float:
-    return float(sum_metrics(np.array([number]))[0])
 
 
 def concat(figures_KN: Tensor) -> Tensor:
@@ -246,10 +242,6 @@ def check_alike(parameters: Mapping[str, nn.Parameter]) -> None:
         raise RankFailed(
             f"{differs.item():.0f} of {num_ranks()} learner ranks hold a different adapter or critic than rank 0"
         )
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _meet() -> None:

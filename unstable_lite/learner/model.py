@@ -156,7 +156,7 @@ class Policy:
     @property
     def share(self) -> batching.Share:
         """Share of a batch that this rank computes."""
-        return batching.Share(rank=distributed.rank(), num_ranks=distributed.num_ranks())
+        return distributed.rank(), distributed.num_ranks()
 
     def draw_apart(self, version: int) -> None:
         """Give each other rank its own random stream for dropout; rank 0 keeps that of its state."""
@@ -224,13 +224,10 @@ class Policy:
     @torch.no_grad()
     def answer_logprobs(self, batch: AnswerBatch) -> Tensor:
         """Return log p of each answer in nats, in float64."""
-        with self.evaluating():
-            return batch.sums(self._answer_logprobs(batch))
-
-    def _answer_logprobs(self, batch: AnswerBatch) -> Tensor:
-        with self._autocast():
+        with self.evaluating(), self._autocast():
             hidden_KAD = answer_hidden(self._base.get_decoder(), batch)  # type: ignore[no-untyped-call]
-            return self._head.logprobs(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())[0]
+            logp_N, _ = self._head.logprobs(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())
+        return batch.sums(logp_N)
 
     @property
     def kl_metric(self) -> str:

@@ -260,7 +260,7 @@ class Update:
         norm = clip_grad_norm_(training.policy.parameters.values(), limit).item()
         numbers = {"loss": trained.loss, "policy_grad_norm": norm}
         if training.critic is not None and value_loss is not None:
-            numbers["value_loss"] = distributed.sum_metric(value_loss)
+            numbers["value_loss"] = float(distributed.sum_metrics(np.array([value_loss]))[0])
             numbers["critic_grad_norm"] = clip_grad_norm_(training.critic.parameters.values(), limit).item()
         self._steps.append(numbers)
         if not all(map(math.isfinite, numbers.values())):

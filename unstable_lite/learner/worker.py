@@ -238,9 +238,9 @@ class _Worker:
             most_rows = max(most_rows, ROWS_WITHOUT_GRADIENT)
         longest = max(map(length, fit(items, config.max_train_len).items or items), default=0)
         update = partial(self._update_as_one, items, version)
-        result = self._within_memory(longest, min(most_rows, len(items)), update, self._count_and_undo)
+        result = self._within_memory(longest, min(most_rows, len(items)), update, self._undo)
         if result.skipped is not None:
-            self._undo()
+            self._undo(is_repeated=False)
         if self._config.engine.when_shared == "sleep":  # an engine needs the device's memory now
             _free_memory()
         if message.is_published:  # a GPU does not repeat an update bit for bit
@@ -255,12 +255,9 @@ class _Worker:
         }
         return replace(result, metrics=result.metrics | memory_metrics)
 
-    def _count_and_undo(self) -> None:
-        self._oom_retries += 1
-        self._undo()
-
-    def _undo(self) -> None:
+    def _undo(self, is_repeated: bool = True) -> None:
         """Restore the state before the update on every rank, so that the saved state is always the learner's."""
+        self._oom_retries += is_repeated
         with distributed.broadcast_directory(self._state) as before:
             self.learner.training.load(before)
 

@@ -293,7 +293,10 @@ class Tokenizer:
 
         Raises ModelError for a model that no token stops.
         """
-        if (stop_id := self._stop_id(stop)) is None:
+        stop_ids = self.stop_ids_with(stop)
+        # The token that ends the template's turn if the engine stops at one, else the model's end token.
+        wanted = [*map(self._fast.token_to_id, stop), self._eos_id, *sorted(stop_ids)]
+        if (stop_id := next((token_id for token_id in wanted if token_id in stop_ids), None)) is None:
             raise ModelError(
                 f"{self._path}: the model has no end-of-sequence token, so it cannot learn to end an answer"
             )
@@ -307,12 +310,6 @@ class Tokenizer:
         is_continued = whole[: len(prompt_ids)] == prompt_ids
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return whole[len(prompt_ids) :] if is_continued else ids
-
-    def _stop_id(self, stop: tuple[str, ...]) -> int | None:
-        """Return the token that ends the template's turn if the engine stops at one, else the model's end token."""
-        stop_ids = self.stop_ids_with(stop)
-        wanted = [*map(self._fast.token_to_id, stop), self._eos_id, *sorted(stop_ids)]
-        return next((token_id for token_id in wanted if token_id in stop_ids), None)
 
     def text(self, completion_ids: list[int], stop_watch: StopWatch | None = None) -> str:
         """Return a completion as text, without special tokens and without the stop string."""

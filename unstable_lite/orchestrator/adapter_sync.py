@@ -57,7 +57,7 @@ class AdapterSync:
         """
         table = self._table
         table.add(id, Origin("file", name), await asyncio.to_thread(adapter_digest, directory))
-        self._store.add_outside(id, directory)
+        self._store.outside[id] = directory
         try:
             await self._load_everywhere(id, directory)
         except RequestError as error:

@@ -24,7 +24,6 @@ from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Wei
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds, number_format
 
 CANARY_TOKENS = 16
@@ -199,10 +198,11 @@ class CanaryChecks:
         against = self._evidence if directory is None else self._frozen_evidence
         canaries: list[_Canary] = []
 
-        def is_checked(channel: WorkerChannel) -> bool:
-            return any((one.name, one.life) == (channel.name, channel.life) for one in canaries)
-
-        while silent := [engine for engine in await self._engines.wait_for_one() if not is_checked(engine.channel)]:
+        while True:
+            checked = {(one.name, one.life) for one in canaries}
+            up = await self._engines.wait_for_one()
+            if not (silent := [one for one in up if (one.channel.name, one.channel.life) not in checked]):
+                break
             new = []
             for engine in silent:
                 evidence, noise = against.setdefault(engine.channel.name, Evidence()), self._noise if id else None

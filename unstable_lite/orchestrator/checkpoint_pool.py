@@ -15,7 +15,6 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -268,21 +267,13 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenPlayer:
-    id: int
-    """Id of its adapter."""
-    name: str
-    directory: Path
-    """Copy of the adapter in the run directory."""
-
-
 def keep_frozen(
     plan: Plan, registry: ModelRegistry, directory: Path, say: Callable[[str], None]
-) -> tuple[FrozenPlayer, ...]:
+) -> tuple[tuple[int, str, Path], ...]:
     """Copy the adapter of each frozen player in the registry into the run directory, unless there is a copy.
 
-    They are those of `plan.copies`, if the config is that of another run. `say` gets a line for each name.
+    Returns the id of each adapter, the player's name and the copy. The adapters are those of `plan.copies`, if the
+    config is that of another run. `say` gets a line for each name.
     Raises ConfigError for players that do not fit the run or its adapter slots, as those added by hand may do,
     AdapterError, NoRoomError or UnstableError if a copy cannot be written.
     """
@@ -303,4 +294,4 @@ def keep_frozen(
         raise UnstableError(f"cannot make {copies} for the copies of frozen players: {error.strerror}") from error
     for name in dict.fromkeys(names.values()):
         say(f"frozen player {name} is {source_of(name, copies)}, as copied into {COPIES}/{slug(name)}")
-    return tuple(FrozenPlayer(id=id, name=names[id], directory=path) for id, path in kept.items())
+    return tuple((id, names[id], path) for id, path in kept.items())

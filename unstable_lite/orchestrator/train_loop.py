@@ -107,8 +107,8 @@ class TrainLoop:
         """Check the base, the frozen players, and the adapter that training starts from, if there is one."""
         parts = self.parts
         canary = await parts.adapter_sync.canaries.check_base()
-        for player in parts.frozen:
-            await parts.adapter_sync.load_frozen(player.id, player.name, player.directory)
+        for id, name, directory in parts.frozen:
+            await parts.adapter_sync.load_frozen(id, name, directory)
         if parts.resume_from is not None:
             canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:

@@ -131,7 +131,10 @@ def describe_exact(config: Config, is_on_gpu: bool) -> Iterator[tuple[str, str]]
     envs, reasons = exact_envs(config)
     for env in envs:
         tree, count = flatten(env.env_id), 1 + run.learning_steps // (run.exact_every or 1)
-        seconds = solver_seconds(env.env_id)
+        started = time.monotonic()
+        tree.exploitability(uniform(tree))
+        # Both best responses are computed twice: with other answers, and renormalised.
+        seconds = 2 * (time.monotonic() - started)
         if shape is not None:
             tokens = sum(len(state.observation) for state in tree.states) / CHARS_PER_TOKEN
             seconds += 2 * shape.base_parameters * tokens / OPERATIONS_PER_S[is_on_gpu]
@@ -152,14 +155,6 @@ def _game_problem(env_id: str, num_players: int) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
-
-
-@cache
-def solver_seconds(env_id: str) -> float:
-    """Return the measured time of both best responses, twice: with other answers, and renormalised."""
-    tree, started = flatten(env_id), time.monotonic()
-    tree.exploitability(uniform(tree))
-    return 2 * (time.monotonic() - started)
 
 
 def context_problems(config: Config) -> Iterator[str]:

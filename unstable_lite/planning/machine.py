@@ -75,7 +75,10 @@ def machine_warnings(placed: Placement) -> Iterator[str]:
 
 def _driver_problems() -> Iterator[str]:
     driver, cuda = driver_version(), cuda_of_torch()
-    if driver is None or cuda is None or _is_driver_replaced():
+    # CUDA's compatibility package may stand in for an older driver (data-centre GPUs only).
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    has_library = any((Path(folder) / "libcuda.so.1").exists() for folder in folders if "compat" in folder)
+    if not driver or not cuda or has_library or os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY"):
         return
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
     if int(driver.split(".")[0]) < oldest:
@@ -83,13 +86,6 @@ def _driver_problems() -> Iterator[str]:
             f"the GPU driver {driver} is too old: torch here is built for CUDA {cuda}, which needs driver {oldest} or "
             "newer; update the driver, or install a torch for an older CUDA (https://pytorch.org/get-started)"
         )
-
-
-def _is_driver_replaced() -> bool:
-    """Return whether CUDA's compatibility package stands in for an older driver (data-centre GPUs only)."""
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    has_library = any((Path(folder) / "libcuda.so.1").exists() for folder in folders if "compat" in folder)
-    return has_library or bool(os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY"))
 
 
 def _too_little_shared_memory(needed: int, who_needs: str) -> Iterator[str]:

@@ -192,10 +192,6 @@ class EngineMemory:
     """All adapter slots together."""
     kv_per_token: int
 
-    def kv_tokens(self, memory_bytes: int) -> int:
-        """Return the number of tokens, over all sequences, whose keys and values fit beside the rest; 0 if none."""
-        return max(0, memory_bytes - self.base - self.adapters - ENGINE_PASS_BYTES) // self.kv_per_token
-
 
 def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> EngineMemory:
     """Return the memory of an engine on each of its GPUs, where adapters and KV cache have 16-bit numbers.
@@ -224,7 +220,8 @@ def describe(model_name: str, vram_gib: float, config: Config | None = None) -> 
     config = config or Config.model_construct(train_envs=())
     engine, usable = config.engine, int(vram_gib * GIB) - RESERVED_BYTES
     serving = engine_memory(shape, engine, config.lora)
-    tokens = serving.kv_tokens(int(usable * engine.gpu_share))
+    left = int(usable * engine.gpu_share) - serving.base - serving.adapters - ENGINE_PASS_BYTES
+    tokens = max(0, left) // serving.kv_per_token
     fits = (
         f"{tokens:,} tokens at {serving.kv_per_token / 1e3:.0f} kB: {tokens // engine.max_model_len} sequences of "
         f"engine.max_model_len = {engine.max_model_len} at once"

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,14 +87,6 @@ class WriteFailures:
         self._failed_lately.clear()
 
 
-INTERFACE_MEANS = (
-    ("n", "Game Length"),
-    ("n (turns)", "Format Success Rate - correct_answer_format"),
-    ("n (turns)", "Format Success Rate - invalid_move"),
-)
-"""Sample size and name of each metric that `get_interface_info` averages over all training envs."""
-
-
 class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -124,7 +116,7 @@ class Tracker:
         self.evaluations: list[Evaluation] = []
         """Evaluations with a quota; eval.jsonl has all evaluations."""
         self.registry: ModelRegistry | None = None
-        """Registry for `get_interface_info`, league.jsonl and the age of checkpoints."""
+        """Registry for league.jsonl and the age of checkpoints."""
         self.games_finished = self.void_games = self.branched_games = 0
         self.ended: Counter[tuple[str, str, str]] = Counter()
         """Number of games whose end has a reason, by env, opponent and reason."""
@@ -259,25 +251,6 @@ class Tracker:
         for sink in self._sinks:
             with self._failures.survived(type(sink).__name__):
                 sink.log(step, metrics)
-
-    def get_interface_info(self) -> dict[str, Any]:
-        """Return the data of a dashboard under the reference's keys; means over all training envs, None if empty.
-
-        `gpu_tok_s` by engine, `TS` by model uid, `match_counts` by pair of uids, `exploration` by env.
-        """
-        registry = self.registry
-        return {
-            "gpu_tok_s": {
-                name.split("/")[1]: value
-                for name, value in self.latest.items()
-                if name.startswith("inference/") and name.endswith("/tok_s")
-            },
-            "TS": {uid: asdict(meta) | {"rating": meta.rating} for uid, meta in registry.get_all_models().items()}
-            if registry
-            else {},
-            "match_counts": dict(registry.match_counts) if registry else {},
-            "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
-        } | {name: self.windows.mean("collection-", count, name) for count, name in INTERFACE_MEANS}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -52,16 +52,6 @@ class GameWindows:
             metrics[f"{group}/{count}"] = max(metrics.get(f"{group}/{count}", 0), len(window))
         return metrics | {f"{group}/step": games for group, games in self._games_of.items()}
 
-    def mean(self, prefix: str, count: str, name: str) -> float | None:
-        """Return one metric's mean over all groups that begin with `prefix`; None if there is no value."""
-        values = [
-            value
-            for (group, *metric), window in self._windows.items()
-            if group.startswith(prefix) and metric == [count, name]
-            for value in window
-        ]
-        return sum(values) / len(values) if values else None
-
     def state_dict(self) -> dict[str, Any]:
         windows = [[*key, list(window)] for key, window in self._windows.items()]
         judged = [[*key, list(window)] for key, window in self.judged.items()]

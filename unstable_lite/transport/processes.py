@@ -83,7 +83,8 @@ class WorkerProcess:
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
         """Return the worker's `Ready.info`. Raises WorkerDied if it dies, UnstableError if it is not up in time."""
-        death, up = asyncio.create_task(self.watch()), asyncio.create_task(self._facts())
+        infos = (asyncio.shield(process.channel.ready) for process in self.ranks)
+        death, up = asyncio.create_task(self.watch()), asyncio.gather(*infos)
         either: set[asyncio.Future[Any]] = {death, up}
         try:
             await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +94,7 @@ class WorkerProcess:
                 raise UnstableError(
                     f"{self.channel.name} was not up after start_timeout_s = {timeout_s:g}; see {self.log_path}"
                 )
-            return up.result()
+            return up.result()[0]  # rank 0's
         finally:
             death.cancel()
             up.cancel()
@@ -137,11 +138,6 @@ class WorkerProcess:
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):  # it has just died, and asyncio does not know it yet
                 os.killpg(self.pid, signal.SIGKILL)
-
-    async def _facts(self) -> dict[str, Any]:
-        """Wait for the `Ready` message of each rank; return the first rank's `info`."""
-        info, *_ = await asyncio.gather(*(asyncio.shield(process.channel.ready) for process in self.ranks))
-        return info
 
     def _death(self, code: int) -> WorkerDied:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -525,27 +525,6 @@ def test_tokens_and_logprobs_are_kept_if_configured(tmp_path: Path, keep_tokens:
     assert opponent[6] is None
 
 
-def test_interface_info_has_ratings_matches_speed_and_diversity(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path)
-    assert tracker.get_interface_info()["Game Length"] is None
-    assert tracker.registry is not None
-    tracker.registry.add_fixed("scripted:random")
-    for end in ("natural", "invalid"):
-        record = game(end=end, invalid_pids=(0,) if end == "invalid" else ())
-        tracker.registry.update_ratings({0: "base", 1: RANDOM.uid}, record.rewards, "E")
-        tracker.add_record(record)
-    tracker.log_update(1, {"inference/engine-0/tok_s": 12.0, "inference/engine-0/queued": 1.0})
-    info = tracker.get_interface_info()
-    tracker.close()
-    assert info["gpu_tok_s"] == {"engine-0": 12.0}
-    assert info["TS"]["base"]["wins"] == 2
-    assert info["match_counts"] == {("base", RANDOM.uid): 2}
-    assert info["exploration"]["E"]["n"] == 2
-    assert info["Game Length"] == 2
-    assert info["Format Success Rate - correct_answer_format"] == 1
-    assert info["Format Success Rate - invalid_move"] == 0.5
-
-
 class BrokenSink:
     def __init__(self) -> None:
         self.is_closed = False

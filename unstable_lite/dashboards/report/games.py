@@ -83,7 +83,8 @@ def read_games(
             _count_outcomes(game, games.outcomes)
     games.kept = sorted((game for of in samples.values() for game in of.games), key=lambda game: game["game_idx"])
     trained = _trained_turns(run, {game["game_idx"] for game in games.kept if game["kind"] == "train"})
-    templates, closes = templates_by_env(config or {}), closing_tags(config or {})
+    templates, own = templates_by_env(config or {}), _own_templates(config or {}).values()
+    closes = [tags[1] for tags in (*(made.think for made in own if made.think is not None), *KNOWN_TAGS)]
     for game in games.kept:
         template = templates.get((game["kind"], game["env_id"]))
         served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
@@ -195,12 +196,6 @@ def templates_by_env(config: Mapping[str, Any]) -> dict[tuple[str, str], Templat
             names[kind, env["env_id"]].add(env.get("prompt_template", "default"))
     found = {key: known.get(one) for key, (one, *others) in names.items() if not others}
     return {key: template for key, template in found.items() if isinstance(template, Template)}
-
-
-def closing_tags(config: Mapping[str, Any]) -> list[str]:
-    """Return the texts that may close a thought in a run."""
-    own = [made.think for made in _own_templates(config).values() if made.think is not None]
-    return [tags[1] for tags in (*own, *KNOWN_TAGS)]
 
 
 def _own_templates(config: Mapping[str, Any]) -> dict[str, TemplateConfig]:

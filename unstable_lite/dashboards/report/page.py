@@ -49,6 +49,13 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
     index, pages = _games_data(games)
     groups, read = groups_of(runs), list(zip(runs, games, strict=True))
+    envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
+    models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
+    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    """A row for each evaluated checkpoint of each run, by env and opponent."""
+    for run in runs:
+        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
+            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
     data = {
         "groups": [group.label for group in groups],
         "runs": [_run_data(run) for run in runs],
@@ -66,10 +73,10 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         runs=runs,
         games=read,
         groups=groups,
-        title=_title(runs),
+        title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         changes=list(_changes(runs)),
         steps=[(run, row) for run in runs for row in _steps(run)],
-        evaluations=_evaluation_tables(runs),
+        evaluations=sorted(tables.items(), key=lambda item: item[0]),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
         matrices=[(run, _matrix(run, of_run)) for run, of_run in read],
         max_in_matrix=MAX_IN_MATRIX,
@@ -284,15 +291,6 @@ def _difference(firsts: Sequence[dict[str, Any]], lasts: Sequence[dict[str, Any]
     return gain, max(low, -most), min(high, most)
 
 
-def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:
-    """Return, for each env and opponent, a row for each evaluated checkpoint of each run."""
-    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for run in runs:
-        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
-            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
-    return sorted(tables.items(), key=lambda item: item[0])
-
-
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     """Return the newest rating of each model that met another, best first, with its bar as shares of the widest.
 
@@ -345,12 +343,6 @@ def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
             rows.setdefault((match[1], match[3] or "any"), {})[match[2]] = int(value)
     by_length = sorted(rows, key=lambda row: (row[0], int("0" + re.split(r"\D", row[1])[0])))
     return [(*row, rows[row]) for row in by_length]
-
-
-def _title(runs: Sequence[RunData]) -> str:
-    envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
-    models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
-    return f"{', '.join(models)} on {', '.join(envs) or 'no env'}"
 
 
 def _duration(seconds: float) -> str:
