@@ -110,7 +110,10 @@ class RecordLog:
 
     def __init__(self, path: Path, part_mb: float = PART_MB) -> None:
         """Continue after the existing records; remove a last line that a crash cut off."""
-        _drop_unfinished_line(path)
+        if path.is_file():
+            end = path.read_bytes().rfind(b"\n") + 1
+            with io.FileIO(open_to_write(path, 0), "wb") as file:
+                file.truncate(end)
         self._path = path
         self._part_bytes = int(part_mb * 1e6)
         self._file = AppendFile(path)
@@ -285,10 +288,3 @@ def _compress(part: Path) -> None:
         part.unlink()
     except OSError as error:
         log.warning("%s stays as it is, because it cannot be compressed: %s", part, error.strerror)
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    if path.is_file():
-        end = path.read_bytes().rfind(b"\n") + 1
-        with io.FileIO(open_to_write(path, 0), "wb") as file:
-            file.truncate(end)

@@ -372,8 +372,11 @@ class ModelRegistry:
     def _rate(self, sides: Sequence[Side], env_id: str) -> None:
         self._add_env(env_id)
         before = {uid: self._models[uid].ratings[env_id] for side in sides for uid in side.weights}
-        draws = self._count_draws([side.place for side in sides], env_id)
-        env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=draws)
+        places, (drawn, games) = [side.place for side in sides], self._draws.get(env_id, (0, 0))
+        self._draws[env_id] = drawn + sum(map(eq, places, places[1:])), games + len(places) - 1
+        # The share of draws before this game, including `PRIOR_GAMES` games at 10 %.
+        share = (drawn + 0.1 * PRIOR_GAMES) / (games + PRIOR_GAMES)
+        env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=share)
         try:
             after = rate_sides(env, sides, before)
         except FloatingPointError:
@@ -381,12 +384,6 @@ class ModelRegistry:
         for uid, rating in after.items():
             if uid != self._anchors.get(env_id):
                 self._models[uid].ratings[env_id] = rating
-
-    def _count_draws(self, ranks: list[float], env_id: str) -> float:
-        """Count an env's draws; return their share before this game, including `PRIOR_GAMES` games at 10 %."""
-        drawn, games = self._draws.get(env_id, (0, 0))
-        self._draws[env_id] = drawn + sum(map(eq, ranks, ranks[1:])), games + len(ranks) - 1
-        return (drawn + 0.1 * PRIOR_GAMES) / (games + PRIOR_GAMES)
 
 
 def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:

@@ -191,8 +191,13 @@ def make_prompt_batches(
     items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE, device: str = "cpu"
 ) -> list[MicroBatch]:
     """Return micro-batches of prompts, with rows of similar length together."""
-    groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share, BATCH_COST[device])
-    return [_pad_prompts(items, rows) for rows in groups]
+    prompts = [unsampled(item.prompt_ids, item.completion_ids[:0]) for item in items]
+    batches = []
+    for batch in make_micro_batches(prompts, max_tokens, max_rows, share, device, share_rows=False):
+        width = batch.tokens_BT.shape[1]
+        ends_B = [index * width + len(items[row].prompt_ids) - 1 for index, row in enumerate(batch.rows)]
+        batches.append(replace(batch, source_U=torch.tensor(ends_B)))
+    return batches
 
 
 def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -233,15 +238,6 @@ def _groups(
         groups.append(order[begin[end] : end])
         end = int(begin[end])
     return sorted(groups[::-1], key=lambda rows: len(rows) * lengths[rows[0]], reverse=True)
-
-
-def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> MicroBatch:
-    lengths_B = np.array([len(items[row].prompt_ids) for row in rows], np.int64)
-    tokens_BT = np.zeros((len(rows), lengths_B.max()), np.int64)
-    for tokens_T, row in zip(tokens_BT, rows, strict=True):
-        tokens_T[: len(items[row].prompt_ids)] = items[row].prompt_ids
-    ends_B = np.arange(len(rows)) * tokens_BT.shape[1] + lengths_B - 1
-    return replace(_NOTHING, tokens_BT=torch.from_numpy(tokens_BT), source_U=torch.from_numpy(ends_B), rows=tuple(rows))
 
 
 def _tokens(item: TrainItem) -> tuple[bytes, ...]:
@@ -301,20 +297,3 @@ def _rectangle(rows: Sequence[TrainItem]) -> tuple[npt.NDArray[np.int64], list[n
             of_row[row.forced.at :] += len(row.forced.ids)
         sources.append(of_row)
     return tokens_BT, sources
-
-
-_NOTHING = MicroBatch(
-    tokens_BT=torch.zeros(1, 1, dtype=torch.int64),
-    source_U=torch.zeros(0, dtype=torch.int64),
-    target_U=torch.zeros(0, dtype=torch.int64),
-    index_N=torch.zeros(0, dtype=torch.int64),
-    item_N=torch.zeros(0, dtype=torch.int64),
-    behaviour_logp_N=torch.zeros(0),
-    advantage_N=torch.zeros(0),
-    weight_N=torch.zeros(0),
-    version_N=torch.zeros(0, dtype=torch.int64),
-    num_padding=1,
-    num_tokens=0,
-    rows=(),
-)
-"""Micro-batch without a trained token."""

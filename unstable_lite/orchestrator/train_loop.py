@@ -49,7 +49,8 @@ class TrainLoop:
         with self.progress.training():
             while not self.progress.is_over:
                 if await self._update():
-                    self.saver.begin_to_save_if_due(tasks)
+                    if self.saver.is_due():
+                        self.saver.begin_to_save(tasks)
                     if self.evaluations.is_due:
                         evaluation = self.evaluations.evaluate(f"update {self.progress.updates}")
                         evaluating.append(tasks.create_task(evaluation))
@@ -68,7 +69,8 @@ class TrainLoop:
                 if not parts.buffer.has_batch(config.learner.batch_size, self.progress.version):
                     await parts.collector.play_round(config.run.num_collection_workers)
                 elif await self._update():
-                    await self.saver.save_if_due()
+                    if self.saver.is_due():
+                        await self.saver.save()
                     if self.evaluations.is_due:
                         await self.evaluations.evaluate(f"update {self.progress.updates}")
                 await parts.health.pause_if_asked(self.saver.save_newest)

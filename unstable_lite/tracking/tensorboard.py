@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.histogram import metadata as histogram
@@ -90,7 +89,17 @@ class TensorBoardSink:
             tensor=make_tensor_proto(layout(config).SerializeToString(), dtype=np.object_),
             metadata=custom_scalar.create_summary_metadata(),
         )
-        _add_hparams(event.summary, config)
+        raw, train_envs = config.model_dump(mode="json"), dict.fromkeys(env.env_id for env in config.train_envs)
+        values: dict[str, Any] = {"train_envs": ", ".join(train_envs)}
+        for key in HPARAMS:
+            section, _, name = key.rpartition(".")
+            value = (raw[section] if section else raw)[name]
+            values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
+        tags = [f"{tag} Points" for _, tag in _evaluations(config)]
+        tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
+        columns = [hparams.HParam(name) for name in values]
+        event.summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
+        event.summary.MergeFrom(hparams.hparams_pb(values, start_time_secs=time.time()))
         self._write(event)
 
     def close(self) -> None:
@@ -153,17 +162,3 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
                 yield title, with_slugs(evaluation_group("", *cell))
             if config.run.num_eval_workers and config.run.schedule != "sync":
                 yield f"{title}, while training", with_slugs(evaluation_group("concurrent", *cell))
-
-
-def _add_hparams(summary: Summary, config: Config) -> None:
-    raw, train_envs = config.model_dump(mode="json"), dict.fromkeys(env.env_id for env in config.train_envs)
-    values: dict[str, Any] = {"train_envs": ", ".join(train_envs)}
-    for key in HPARAMS:
-        section, _, name = key.rpartition(".")
-        value = (raw[section] if section else raw)[name]
-        values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
-    tags = [f"{tag} Points" for _, tag in _evaluations(config)]
-    tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
-    columns = [hparams.HParam(name) for name in values]
-    summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
-    summary.MergeFrom(hparams.hparams_pb(values, start_time_secs=time.time()))

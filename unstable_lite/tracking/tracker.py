@@ -162,7 +162,12 @@ class Tracker:
         if record.reason:
             self.ended[record.spec.env_id, _opponent(record.spec), record.reason] += 1
         if record.spec.kind == "eval":
-            self._add_evaluated(record)
+            env_id, opponent = record.spec.env_id, _opponent(record.spec)
+            for agent in (agent for agent in record.spec.agent_specs if agent.model.name is None):
+                if record.spec.eval_label is None:
+                    self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)
+                if not is_void:
+                    self.windows.add(f"evaluation-{env_id} ({opponent})", evaluated(record, agent.pid))
             self._judge(judged_by_alarms(record))
         else:
             self._newest_game = self._newest_game if is_void else record
@@ -304,14 +309,6 @@ class Tracker:
     def _judge(self, entries: Iterable[tuple[str, str, Any]]) -> None:
         for kind, games, value in entries:
             self.windows.judged[kind, games].append(value)
-
-    def _add_evaluated(self, record: GameRecord) -> None:
-        env_id, opponent = record.spec.env_id, _opponent(record.spec)
-        for agent in (agent for agent in record.spec.agent_specs if agent.model.name is None):
-            if record.spec.eval_label is None:
-                self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)
-            if record.end != "void":
-                self.windows.add(f"evaluation-{env_id} ({opponent})", evaluated(record, agent.pid))
 
 
 def _opponent(spec: GameSpec) -> str:

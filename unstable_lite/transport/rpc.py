@@ -158,8 +158,9 @@ class Router:
         self.dropped_frames += 1
         if self.dropped_frames.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …, so that a flood does not fill the log
             log.warning("dropped frame %d of this run: %s", self.dropped_frames, error)
-        if channel is not None:
-            channel.not_understood(error)
+        if channel is not None:  # the peer is of another version, or not a worker
+            advice = "worker and orchestrator must run the same version of unstable_lite"
+            _fail(channel.ready, ProtocolError(f"{channel.name}: {error}; {advice}"))
 
 
 class WorkerState(enum.Enum):
@@ -328,11 +329,6 @@ class WorkerChannel:
             self.crash = message
         elif self._on_message is not None:
             self._on_message(message)
-
-    def not_understood(self, error: ProtocolError) -> None:
-        """Fail `ready`, because the peer is of another version or not a worker."""
-        advice = "worker and orchestrator must run the same version of unstable_lite"
-        _fail(self.ready, ProtocolError(f"{self.name}: {error}; {advice}"))
 
     def fail(self, message: Message, error: ProtocolError) -> None:
         """Fail the request of a message that could not be sent."""

@@ -44,7 +44,7 @@ def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_p
     config, registry = config_of("random"), registry_with(*adapters(tmp_path, 3))
     assert adapter_slots_needed(config) == 8
     frozen = keep_frozen(make_plan(config), registry, tmp_path / "run", print)
-    assert [player.name for player in frozen] == [f"adapter:{tmp_path}/rival-{n}" for n in range(3)]
+    assert [name for _, name, _ in frozen] == [f"adapter:{tmp_path}/rival-{n}" for n in range(3)]
     assert adapter_slots_needed(config, len(frozen)) == 8
     assert active_checkpoints(config, len(frozen)) == active_checkpoints(config) - 3
     assert changing_slots(config, len(frozen)) == changing_slots(config) - 3
@@ -70,9 +70,9 @@ def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path: Path, 
         shutil.rmtree(other)
     plan, registry = load_plan(run / "config.toml"), ModelRegistry()
     add_training_opponents(plan.config, registry)
-    (player,) = keep_frozen(plan, registry, tmp_path / "another", print)
-    assert player.directory.parent == tmp_path / "another" / COPIES
-    assert read_facts(player.directory).key == key
+    ((_, _, copy),) = keep_frozen(plan, registry, tmp_path / "another", print)
+    assert copy.parent == tmp_path / "another" / COPIES
+    assert read_facts(copy).key == key
 
 
 def test_adapter_of_the_config_that_changed_since_the_check_is_refused(tmp_path: Path) -> None:

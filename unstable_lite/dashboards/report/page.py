@@ -51,11 +51,6 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     groups, read = groups_of(runs), list(zip(runs, games, strict=True))
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
-    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    """A row for each evaluated checkpoint of each run, by env and opponent."""
-    for run in runs:
-        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
-            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
     data = {
         "groups": [group.label for group in groups],
         "runs": [_run_data(run) for run in runs],
@@ -76,7 +71,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         changes=list(_changes(runs)),
         steps=[(run, row) for run in runs for row in _steps(run)],
-        evaluations=sorted(tables.items(), key=lambda item: item[0]),
+        evaluations=_evaluation_tables(runs),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
         matrices=[(run, _matrix(run, of_run)) for run, of_run in read],
         max_in_matrix=MAX_IN_MATRIX,
@@ -289,6 +284,15 @@ def _difference(firsts: Sequence[dict[str, Any]], lasts: Sequence[dict[str, Any]
         low = gain - math.hypot(last.value - last.low, first.high - first.value)
         high = gain + math.hypot(last.high - last.value, first.value - first.low)
     return gain, max(low, -most), min(high, most)
+
+
+def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:
+    """Return, for each env and opponent, a row for each evaluated checkpoint of each run."""
+    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
+            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
+    return sorted(tables.items(), key=lambda item: item[0])
 
 
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
