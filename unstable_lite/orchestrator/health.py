@@ -23,6 +23,7 @@ from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
+from unstable_lite.rollout.back_pressure import FATES
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.tracking.evaluations import POINTS, Evaluation
 from unstable_lite.tracking.records import steps_of
@@ -314,13 +315,13 @@ class TrainingHealth:
         """Yield for how long games of each env have ended without a step of it being trained on."""
         for env_id in [env.env_id for env in self._config.train_envs]:
             of_env = [counts for (name, _), counts in self._buffer.counts.items() if name == env_id]
-            played, trained = sum(c.played for c in of_env), sum(c.trained for c in of_env)
+            played, trained, dropped = (sum(counts[fate] for counts in of_env) for fate in FATES)
             wait = self._waits[env_id]
             seconds, ended = wait.seconds(trained), wait.ended.total()
             detail = (
                 f"no step of {env_id} has been trained on for {seconds:.0f} s, although {ended} of its games ended; "
                 f"since the start {played} of its steps were played, {trained} trained on and "
-                f"{sum(c.dropped for c in of_env)} dropped as too stale, and the rest waits or was left out"
+                f"{dropped} dropped as too stale, and the rest waits or was left out"
             )
             yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
 

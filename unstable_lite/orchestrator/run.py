@@ -238,7 +238,7 @@ class Run:
             planned_updates=parts.plan.config.run.learning_steps,
             collapsed=tuple(parts.health.collapsed()),
             stopped_by=parts.health.stopped_by,
-            played_steps=sum(counts.played for counts in parts.buffer.counts.values()),
+            played_steps=sum(counts["played"] for counts in parts.buffer.counts.values()),
             most_dropped=parts.buffer.counts.most_dropped(),
             ended_early=tuple(parts.tracker.ended_early()),
         )

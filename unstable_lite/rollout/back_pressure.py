@@ -22,9 +22,8 @@ without them: games that grow too old are better than a learner that waits for e
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -273,51 +272,44 @@ def length_class(num_turns: int) -> str:
     return f"{least}-{LENGTHS[index]} turns" if index < len(LENGTHS) else f"{least}+ turns"
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """Fate of the collected steps of one env's games in one class of length, since the start of the run."""
-
-    played: int = 0
-    """Number of steps of games that ended and were not void."""
-    trained: int = 0
-    """Number of steps that the learner took."""
-    dropped: int = 0
-    """Number of steps that became too stale."""
+FATES = ("played", "trained", "dropped")
+"""Fates of a collected step: it was in a game that ended and was not void, the learner took it, it became too stale."""
 
 
-class CountsByLength(dict[tuple[str, str], StepCounts]):
-    """Counts by env id and class of game length."""
+class CountsByLength(defaultdict[tuple[str, str], Counter[str]]):
+    """Numbers of steps by fate since the start of the run, by env id and class of game length."""
+
+    def __init__(self) -> None:
+        super().__init__(Counter)
 
     @classmethod
     def of(cls, state: Iterable[Iterable[Any]]) -> CountsByLength:
         """Return the counts that `state_dict` returned."""
-        return cls({(env_id, turns): StepCounts(*counts) for env_id, turns, *counts in state})
+        made = cls()
+        for env_id, turns, *counts in state:
+            made[env_id, turns].update(dict(zip(FATES, counts, strict=True)))
+        return made
 
     def state_dict(self) -> list[list[Any]]:
-        return [[*key, c.played, c.trained, c.dropped] for key, c in self.items()]
+        return [[*key, *(counts[fate] for fate in FATES)] for key, counts in self.items()]
 
     def add(self, steps: Iterable[Step], fate: Literal["played", "trained", "dropped"]) -> None:
         for step in steps:
-            key = step.env_id, step.step_info.get("game_length", UNKNOWN_LENGTH)
-            counts = self.get(key)
-            if counts is None:
-                counts = self[key] = StepCounts()
-            setattr(counts, fate, getattr(counts, fate) + 1)
+            self[step.env_id, step.step_info.get("game_length", UNKNOWN_LENGTH)][fate] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return the counts as metrics, of each class of length and of all."""
         metrics: dict[str, float] = {}
         for (env_id, turns), counts in self.items():
-            of_class = {"Played": counts.played, "Trained": counts.trained, "Dropped": counts.dropped}
-            for fate, count in of_class.items():
-                total = f"collection-{env_id}/Steps {fate}"
-                metrics[total] = metrics.get(total, 0) + count
-                metrics[f"{total} ({turns})"] = count
+            for fate in FATES:
+                total = f"collection-{env_id}/Steps {fate.capitalize()}"
+                metrics[total] = metrics.get(total, 0) + counts[fate]
+                metrics[f"{total} ({turns})"] = counts[fate]
         return metrics
 
     def most_dropped(self) -> str | None:
         """Return the env and class of game length with the largest share of dropped steps, and that share; or None."""
-        shares = {key: c.dropped / c.played for key, c in self.items() if c.dropped and c.played}
+        shares = {key: c["dropped"] / c["played"] for key, c in self.items() if c["dropped"] and c["played"]}
         if not shares:
             return None
         env_id, turns = max(shares, key=shares.__getitem__)
