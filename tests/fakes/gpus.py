@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unstable_lite.engines import devices
-from unstable_lite.planning import machine
+from unstable_lite.planning import placement
 
 
 def install(
@@ -23,7 +23,7 @@ def install(
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", directory)  # a container's /dev/shm may be too small for a real model
+    monkeypatch.setattr(placement, "SHARED_MEMORY", directory)  # a container may have too little for a model
     devices.gpu_memory_bytes.cache_clear()
     devices.driver_version.cache_clear()
     assert devices.count_gpus() == count

@@ -219,24 +219,19 @@ def state_dependence(
     return _around(2 * value - float(resampled_B.mean()), resampled_B, len(turn_N))
 
 
-def _by_action(distributions: Sequence[ActionDistribution]) -> tuple[Floats, Floats]:
-    """Return the probabilities of all actions, and a mask: 0 for legal actions, -inf for others; each N × A."""
-    actions = sorted({action for of in distributions for action in of.actions})
-    column_of = {action: column for column, action in enumerate(actions)}
-    p_NA, offset_NA = np.zeros((len(distributions), len(actions))), np.full((len(distributions), len(actions)), -np.inf)
-    for row, of in enumerate(distributions):
-        columns = [column_of[action] for action in of.actions]
-        p_NA[row, columns], offset_NA[row, columns] = _normalised(of), 0.0
-    return p_NA, offset_NA
-
-
 def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Floats) -> Floats:
     """Return, for each row of position weights, the weighted sum of the divergences from the best blind policy.
 
     `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method; a step is
     limited, and the least of the values counts, so that a step that was too long does no harm.
     """
-    p_NA, offset_NA = _by_action(distributions)
+    actions = sorted({action for of in distributions for action in of.actions})
+    column_of = {action: column for column, action in enumerate(actions)}
+    p_NA = np.zeros((len(distributions), len(actions)))
+    offset_NA = np.full(p_NA.shape, -np.inf)  # 0 for legal actions
+    for row, of in enumerate(distributions):
+        columns = [column_of[action] for action in of.actions]
+        p_NA[row, columns], offset_NA[row, columns] = _normalised(of), 0.0
     entropy_N = np.array([_entropy(_normalised(of)) for of in distributions])
     logit_BA, least_B = np.zeros((len(weight_BN), p_NA.shape[1])), np.full(len(weight_BN), np.inf)
     diagonal = np.arange(p_NA.shape[1])

@@ -199,7 +199,10 @@ class GameScheduler:
         if record.end == "void":
             return
         if spec.kind == "train":
-            self._count_steps(record)
+            kind = _kind_of(spec.env_id, [agent.model for agent in spec.agent_specs if not agent.collect_data])
+            n, mean = self._steps_of.get(kind, (0, 0.0))
+            n, steps = min(n + 1, GAMES), sum(len(trajectory.steps) for trajectory in record.trajectories)
+            self._steps_of[kind] = n, mean + (max(steps, 1) - mean) / n
         if spec.start is not None:
             return
         uids = {agent.pid: agent.model.uid for agent in spec.agent_specs}
@@ -213,15 +216,6 @@ class GameScheduler:
             opponents = [record.rewards[pid] for pid in uids if teams.get(pid, pid) not in own]
             average = sum(opponents) / len(opponents) if opponents else None
             self._env_sampler.update(spec.env_id, sum(actors) / len(actors), average)
-
-    def _count_steps(self, record: GameRecord) -> None:
-        """Add a training game's steps to the mean of its kind."""
-        spec = record.spec
-        kind = _kind_of(spec.env_id, [agent.model for agent in spec.agent_specs if not agent.collect_data])
-        n, mean = self._steps_of.get(kind, (0, 0.0))
-        n = min(n + 1, GAMES)
-        steps = sum(len(trajectory.steps) for trajectory in record.trajectories)
-        self._steps_of[kind] = n, mean + (max(steps, 1) - mean) / n
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters and random streams, the samplers' too; the registry has its own state."""

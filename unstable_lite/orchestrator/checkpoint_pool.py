@@ -97,7 +97,12 @@ class CheckpointPool:
                 await self._copy_to_disk(*self._to_store.popleft())
             await self._adapter_sync.retired()
             await self._rotate()
-            await self._clear_out()
+            most = self._config.opponent_lag[1]
+            for uid, origin in self._table.stored().items():  # give up copies that are too old to return
+                if self._registry.lag(uid) > most and not self._is_kept(self._registry.get(uid).iteration or 0):
+                    self._table.discard(origin)
+                    self._left.add(uid)
+            await self._remove_unneeded()
             self._admitted.task_done()
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,15 +246,6 @@ class CheckpointPool:
             self._alarm(f"{uid} is not kept on disk and cannot return as an opponent: {error}")
         finally:
             self._table.unpin(version)
-
-    async def _clear_out(self) -> None:
-        """Give up copies that are too old to return, except those that the config keeps."""
-        most = self._config.opponent_lag[1]
-        for uid, origin in self._table.stored().items():
-            if self._registry.lag(uid) > most and not self._is_kept(self._registry.get(uid).iteration or 0):
-                self._table.discard(origin)
-                self._left.add(uid)
-        await self._remove_unneeded()
 
     async def _remove_unneeded(self) -> None:
         for uid in self._left.difference(self._saving, *self._needed):

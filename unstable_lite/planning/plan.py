@@ -35,9 +35,8 @@ from unstable_lite.planning.envs import (
     template_warnings,
     thinking_warnings,
 )
-from unstable_lite.planning.machine import engine_of, machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import Placement, listed, place
+from unstable_lite.planning.placement import Placement, engine_of, listed, machine_problems, machine_warnings, place
 from unstable_lite.planning.rules import critic_warnings
 from unstable_lite.planning.trust import clear_key_warnings
 from unstable_lite.planning.validation import find_engine_problems, find_problems

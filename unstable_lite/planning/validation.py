@@ -31,9 +31,8 @@ from unstable_lite.models import chat_template, resolve_model
 from unstable_lite.models.files import check_chat_template, file_problems
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.envs import context_problems, exact_envs, question_problems
-from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import Placement, place
+from unstable_lite.planning.placement import Placement, machine_problems, place
 from unstable_lite.planning.rules import engine_rules, run_rules, worker_rules
 from unstable_lite.plugins import suggestion
 
@@ -167,8 +166,20 @@ def is_local(name: str) -> bool:
 def _misfits(found: FrozenAdapter, config: Config) -> Iterator[str]:
     """Yield each reason why a run cannot serve an adapter, and the learner not check it."""
     lora = config.lora
-    if (problem := base_problem(found, config) or _size_problem(found, config)) is not None:
+    if (problem := base_problem(found, config)) is not None:
         yield problem
+    elif (shape := shape_of(config.model_name)) is not None:
+        # The other sizes of a layer depend on the architecture (a gated `q_proj` has twice the outputs): engines and
+        # learner compare them with the base's weights.
+        for layer, (inputs, outputs) in found.sizes.items():
+            module = layer.rpartition(".")[2]
+            hidden = inputs if module in READS_HIDDEN else outputs if module in WRITES_HIDDEN else shape.hidden
+            if hidden != shape.hidden:
+                yield (
+                    f"{found.path} is an adapter of another base: by its {layer} the hidden size is {hidden}, that of "
+                    f"{config.model_name} is {shape.hidden}"
+                )
+                break
     if found.rank > lora.lora_rank:
         yield (
             f"{found.path} has rank {found.rank}, but this run serves and checks adapters up to lora.lora_rank = "
@@ -177,25 +188,6 @@ def _misfits(found: FrozenAdapter, config: Config) -> Iterator[str]:
     targets = tuple(f".{target}" for target in lora.target_modules)
     if others := {layer.rpartition(".")[2] for layer in found.sizes if not f".{layer}".endswith(targets)}:
         yield f"{found.path} adapts {', '.join(sorted(others))}; add that to lora.target_modules"
-
-
-def _size_problem(found: FrozenAdapter, config: Config) -> str | None:
-    """Return the reason why an adapter is of another hidden size than the base; None if it is not, or if none is known.
-
-    The other sizes of a layer depend on the architecture (a gated `q_proj` has twice the outputs): engines and learner
-    compare them with the base's weights.
-    """
-    if (shape := shape_of(config.model_name)) is None:
-        return None
-    for layer, (inputs, outputs) in found.sizes.items():
-        module = layer.rpartition(".")[2]
-        hidden = inputs if module in READS_HIDDEN else outputs if module in WRITES_HIDDEN else shape.hidden
-        if hidden != shape.hidden:
-            return (
-                f"{found.path} is an adapter of another base: by its {layer} the hidden size is {hidden}, that of "
-                f"{config.model_name} is {shape.hidden}"
-            )
-    return None
 
 
 def _directory_problems(config: Config) -> Iterator[str]:

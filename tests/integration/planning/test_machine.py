@@ -12,7 +12,7 @@ from fakes import gpus, runs
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
-from unstable_lite.planning import machine
+from unstable_lite.planning import placement
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.planning.validation import find_problems
 
@@ -58,7 +58,7 @@ def test_shared_memory_that_cannot_hold_the_adapters_is_named(tmp_path: Path, mo
 
     gpus.install(monkeypatch, tmp_path, 1, gib=80)
     assert "--shm-size" not in warnings(make_plan(config(engine={}, learner={})))
-    monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/sys"))  # a file system of size 0
+    monkeypatch.setattr(placement, "SHARED_MEMORY", Path("/sys"))  # a file system of size 0
     assert re.search(r"/sys has 0 MB.*--shm-size=\d+g", warnings(make_plan(config(engine={}, learner={}))))
     cpu = {"devices": ("cpu",)}
     assert "--shm-size" not in warnings(make_plan(config(model="builtin:tiny", engine=cpu, learner=cpu)))
@@ -66,7 +66,7 @@ def test_shared_memory_that_cannot_hold_the_adapters_is_named(tmp_path: Path, mo
 
 def test_ranks_on_gpus_without_shared_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.install(monkeypatch, tmp_path, 3, gib=80)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/sys"))
+    monkeypatch.setattr(placement, "SHARED_MEMORY", Path("/sys"))
     with pytest.raises(ConfigError, match=r"/sys has 0 MB.*--shm-size=1g"):
         make_plan(config(engine={"devices": (2,)}, learner={"devices": (0, 1)}))
     make_plan(config(engine={"devices": (2,)}, learner={"devices": (0,)}))

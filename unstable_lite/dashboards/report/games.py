@@ -82,7 +82,13 @@ def read_games(
             _count_results(game, games.results)
             _count_outcomes(game, games.outcomes)
     games.kept = sorted((game for of in samples.values() for game in of.games), key=lambda game: game["game_idx"])
-    trained = _trained_turns(run, {game["game_idx"] for game in games.kept if game["kind"] == "train"})
+    kept_trained = {game["game_idx"] for game in games.kept if game["kind"] == "train"}
+    trained = {}  # data in batches and the number of the update, by game, player and turn
+    for update, path in train_files(run).items():
+        for row in read_part(path):
+            info = row["step_info"]
+            if info.get("game_idx") in kept_trained:
+                trained[info["game_idx"], row["pid"], info["turn"]] = row | {"update": update}
     templates, own = templates_by_env(config or {}), _own_templates(config or {}).values()
     closes = [tags[1] for tags in (*(made.think for made in own if made.think is not None), *KNOWN_TAGS)]
     for game in games.kept:
@@ -135,17 +141,6 @@ def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) 
     for model, had in seats.items():
         is_won = "win" in had or at_top == [model]
         outcomes[model]["win" if is_won else "draw" if model in at_top else "loss"] += 1
-
-
-def _trained_turns(run: Path, games: set[int]) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """Return the data in batches and the number of the update, by game, player and turn."""
-    trained = {}
-    for update, path in train_files(run).items():
-        for row in read_part(path):
-            info = row["step_info"]
-            if info.get("game_idx") in games:
-                trained[info["game_idx"], row["pid"], info["turn"]] = row | {"update": update}
-    return trained
 
 
 def _turn(
