@@ -258,15 +258,20 @@ class CheckpointSaver:
         self.newest, self.saved_update = checkpoint.directory, progress.updates
         self._parts.buffer.refill(checkpoint.waiting)
 
-    def is_due(self) -> bool:
+    def _decide(self) -> bool:
         """Return whether a checkpoint is due after an update; one that could not be written stays due."""
         run, updates = self._parts.plan.config.run, self._progress.updates
         self._is_due = (self._is_due or updates % run.checkpoint_every == 0) and updates < run.learning_steps
         return self._is_due
 
-    def begin_to_save(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to write a checkpoint in `tasks`, if none is being written."""
-        if self.in_background is None or self.in_background.done():
+    async def save_if_due(self) -> None:
+        """Write a checkpoint after an update if one is due, and wait for it."""
+        if self._decide():
+            await self._save()
+
+    def begin_to_save_if_due(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to write a checkpoint in `tasks` after an update, if one is due and none is being written."""
+        if self._decide() and (self.in_background is None or self.in_background.done()):
             self.in_background = tasks.create_task(self._write(self._progress.updates, self._checkpoint()))
 
     async def save_newest(self, is_last: bool = False) -> tuple[Path | None, int]:
@@ -274,11 +279,10 @@ class CheckpointSaver:
         if self.in_background is not None:
             await self.in_background
         if self._progress.updates != self.saved_update:
-            await self.save(is_last)
+            await self._save(is_last)
         return self.newest, self.saved_update
 
-    async def save(self, is_last: bool = False) -> None:
-        """Write a checkpoint, and wait for it."""
+    async def _save(self, is_last: bool = False) -> None:
         await self._parts.pool.settled()
         await self._write(self._progress.updates, self._checkpoint(), is_last)
 

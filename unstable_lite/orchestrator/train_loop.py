@@ -49,8 +49,7 @@ class TrainLoop:
         with self.progress.training():
             while not self.progress.is_over:
                 if await self._update():
-                    if self.saver.is_due():
-                        self.saver.begin_to_save(tasks)
+                    self.saver.begin_to_save_if_due(tasks)
                     if self.evaluations.is_due:
                         evaluation = self.evaluations.evaluate(f"update {self.progress.updates}")
                         evaluating.append(tasks.create_task(evaluation))
@@ -69,8 +68,7 @@ class TrainLoop:
                 if not parts.buffer.has_batch(config.learner.batch_size, self.progress.version):
                     await parts.collector.play_round(config.run.num_collection_workers)
                 elif await self._update():
-                    if self.saver.is_due():
-                        await self.saver.save()
+                    await self.saver.save_if_due()
                     if self.evaluations.is_due:
                         await self.evaluations.evaluate(f"update {self.progress.updates}")
                 await parts.health.pause_if_asked(self.saver.save_newest)

@@ -224,9 +224,9 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
 async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the_key_of_its_model(
     unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specs = [EvalEnvSpec(env_id=name, num_players=3) for name in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")]
-    assert list(map(is_isolated, specs)) == [True, False]
-    assert is_isolated(EvalEnvSpec(env_id="Sokoban-v0-train", num_players=1))
+    envs = {"PublicGoodsGame-v0-train": 3, "LiarsDice-v0-train": 3, "Sokoban-v0-train": 1}
+    specs = [EvalEnvSpec(env_id=env_id, num_players=n) for env_id, n in envs.items()]
+    assert list(map(is_isolated, specs)) == [True, False, True]
     for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"the {name}")
     await unstarted.make(game("Nim-v0-train", 2, 0, isolated=None))

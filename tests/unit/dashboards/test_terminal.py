@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from unstable_lite.cli import summaries
+from unstable_lite.cli import app
 from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, as_line, evaluation_tables
 from unstable_lite.orchestrator.event_loop import log_file
 from unstable_lite.orchestrator.run import Summary
@@ -110,7 +110,7 @@ def test_brackets_are_shown_literally_everywhere(
     summary = Summary(evaluations=(evaluation,), **counts, **ended, **texts)  # type: ignore[arg-type]
     terminal.console.print(*evaluation_tables([evaluation]))
     assert model in capsys.readouterr().out
-    summaries.print_summary(summary)
+    app.print_summary(summary)
     shown = capsys.readouterr().out
     assert all(
         text in shown for text in (message, model, opponent, "after [all]", "/runs/[red]", evaluation.describe())
