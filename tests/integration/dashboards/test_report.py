@@ -8,7 +8,6 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -702,10 +701,8 @@ def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenRep
 
 def test_steps_are_listed_by_env_and_game_length(tmp_path: Path) -> None:
     run = write_run(tmp_path / "12-00-00-steps", [])
-    counts = CountsByLength()
-    counts["Nim", "9-16 turns"] = Counter(played=1000, trained=600, dropped=300)
-    counts["Nim", "5-8 turns"] = Counter(played=2000, trained=2000)
-    counts["Go", "65+ turns"] = Counter()
+    played = [["Nim", "9-16 turns", 1000, 600, 300], ["Nim", "5-8 turns", 2000, 2000, 0], ["Go", "65+ turns", 0, 0, 0]]
+    counts = CountsByLength.of(played)
     write_lines(run / "metrics.jsonl", {"step": 1, "time": 0.0, "run/seconds": 1.0, **counts.metrics()})
     html = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
     (table,) = re.findall(r"<caption>Steps played.*?<tbody>(.*?)</tbody>", html, re.S)

@@ -117,10 +117,8 @@ async def unstarted(tmp_path: Path) -> AsyncIterator[EnvPool]:
 
 
 async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(environments: EnvPool) -> None:
-    word_chains, nim = (
-        EvalEnvSpec(env_id=name, num_players=2) for name in ("WordChains-v0", "fakes.numpy_env:NumpyNim-v0")
-    )
-    assert is_isolated(word_chains) and not is_isolated(nim)
+    envs = ("WordChains-v0", "fakes.numpy_env:NumpyNim-v0")
+    assert [is_isolated(EvalEnvSpec(env_id=env_id, num_players=2)) for env_id in envs] == [True, False]
     seen = [(await environments.make(game(SET_ORDER_ENV, 2, seed, isolated=None))).observe() for seed in range(4)]
     code = "from fakes.set_order_env import *; from unstable_lite.games.environments import Environment\n"
     code += f"print([Environment({SET_ORDER_ENV!r}, 2, seed).observe() for seed in range(4)])"
@@ -225,8 +223,7 @@ async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the
     unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     envs = {"PublicGoodsGame-v0-train": 3, "LiarsDice-v0-train": 3, "Sokoban-v0-train": 1}
-    specs = [EvalEnvSpec(env_id=env_id, num_players=n) for env_id, n in envs.items()]
-    assert list(map(is_isolated, specs)) == [True, False, True]
+    assert [is_isolated(EvalEnvSpec(env_id=env_id, num_players=n)) for env_id, n in envs.items()] == [True, False, True]
     for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"the {name}")
     await unstarted.make(game("Nim-v0-train", 2, 0, isolated=None))
