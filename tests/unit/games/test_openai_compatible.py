@@ -191,6 +191,26 @@ GARBAGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("status", "content_type", "body", "says"),
+    [
+        (400, "application/json; charset=idna", b'{"error": {"message": "no credit"}}', "400 - no credit"),
+        (400, "application/json", [{"error": {"message": "no credit"}}], "400 - .*no credit"),
+        (502, "text/html", b"<html>Bad Gateway</html>", "502 - '<html>Bad Gateway"),
+        (200, "application/json", {"error": {"message": "no credit"}}, "begins with '.*no credit"),
+        (200, "text/event-stream", b'data: {"choices": []}', "begins with 'data: "),
+        (200, "text/html", f"<html>{KEY}</html>".encode(), "begins with '<html><key></html>'"),
+    ],
+)
+async def test_failure_shows_the_beginning_of_the_body(
+    server: Server, connect: Connect, status: int, content_type: str, body: Any, says: str
+) -> None:
+    server.content_type = content_type
+    server.answer = lambda _body: (status, body)
+    with pytest.raises(OpponentError, match=f"{MODEL}.*{says}"):
+        await connect().complete(MODEL, "hello")
+
+
 @pytest.mark.parametrize("body", GARBAGE)
 async def test_garbage_is_always_an_opponent_error(server: Server, connect: Connect, body: Any) -> None:
     server.content_type = "text/html" if body == b"<html>Welcome</html>" else "application/json"

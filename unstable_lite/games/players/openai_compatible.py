@@ -93,17 +93,21 @@ class Endpoint:
             self._check_budget()
             if health.num_pauses > num_pauses:
                 raise OpponentError(f"opponent {model!r} was paused while a request waited: {health.reason}")
+            content = b""
             try:
                 answer = read_answer(content := await self._request(model, message))
             except openai.OpenAIError as error:
                 # Raised without its cause: a server's answer may repeat the key.
-                text = f"{type(error).__name__}: {self._without_key(str(error))[:500]}{self._remark}"
                 response: Any = getattr(error, "response", None)
+                is_bare = re.fullmatch(r"Error code: \d+", str(error)) is not None
+                said = f"{error} - {response.text[:200]!r}" if is_bare else str(error)
+                text = f"{type(error).__name__}: {self._without_key(said)[:500]}{self._remark}"
                 is_refusal = getattr(response, "status_code", 0) in (400, 413, 422, 500)
                 raise self._failed(model, text, response.text if is_refusal else "") from None
             # RecursionError: JSON that is nested too deeply.
             except (ValueError, RecursionError) as error:
-                text = f"the answer is not a chat completion: {str(error)[:200]}"
+                begins = self._without_key(content[:1000].decode(errors="replace"))[:200]
+                text = f"the answer is not a chat completion: {str(error)[:200]}; it begins with {begins!r}"
                 raise self._failed(model, text, error_of(content)) from None
         self.budget.count(answer.usage, message, answer.text)
         if answer.has_failed:
@@ -239,7 +243,8 @@ async def _read(response: Any) -> Any:
         return _http.Response(413, json={"error": {"message": refused}}, request=response.request)
     if response.is_error:
         del content[MAX_ERROR_BYTES:]  # the library parses and quotes it
-    status, headers = response.status_code, response.headers
+    status, headers = response.status_code, response.headers.copy()
+    headers["content-type"] = "application/json"  # the library would decode text by any charset that is named here
     return _http.Response(status, headers=headers, content=bytes(content), request=response.request)
 
 
