@@ -24,7 +24,7 @@ from typing import Any
 from unstable_lite import plugins
 from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel
 from unstable_lite.config.games import EnvSpec
-from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError
+from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError, described
 from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
 from unstable_lite.games.local_game import hang_guard, reason_of
@@ -85,11 +85,14 @@ class EnvFacts:
 
     problem: str | None
     has_slow_reset: bool = False
+    is_repeatable: bool = True
+    """Whether a second game with the same seed began alike."""
 
 
 def is_isolated(spec: EnvSpec | GameSpec) -> bool:
     """Return whether the env's games run in separate processes: as the spec says, else whether the env needs it."""
-    may_depend = spec.isolated is None
+    facts = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
+    may_depend = spec.isolated is None and facts.is_repeatable
     return _may_hang(spec) or (may_depend and depends_on_hash_seed(spec.env_id, spec.num_players, spec.env_kwargs))
 
 
@@ -141,15 +144,16 @@ def probe(
         return EnvFacts(problem)
     if env_kwargs and (problem := _argument_problem(env_id, [name for name, _ in env_kwargs])) is not None:
         return EnvFacts(problem)
-    future: Future[float] = Future()
+    future: Future[EnvFacts] = Future()
 
     def attempt() -> None:
         try:
             with hang_guard(PROBE_TIMEOUT_S):
-                Environment(env_id, num_players, 0, observation, env_kwargs).observe()  # also does the imports
+                first = Environment(env_id, num_players, 0, observation, env_kwargs).observe()  # also does the imports
                 started = time.thread_time()  # CPU time of this thread, independent of the machine's load
-                Environment(env_id, num_players, 0, observation, env_kwargs)
-                future.set_result(time.thread_time() - started)
+                again = Environment(env_id, num_players, 0, observation, env_kwargs)
+                is_slow = time.thread_time() - started > SLOW_RESET_S
+                future.set_result(EnvFacts(None, is_slow, is_repeatable=again.observe() == first))
         except BaseException as error:  # any exception of foreign code is the result
             future.set_exception(error)
 
@@ -159,14 +163,14 @@ def probe(
     except TimeoutError:
         return EnvFacts(f"its reset did not end within {PROBE_TIMEOUT_S:g} s")
     if error is None:
-        return EnvFacts(None, has_slow_reset=future.result() > SLOW_RESET_S)
+        return future.result()
     if isinstance(error, SyntaxError):
         return EnvFacts(NEEDS_NEWER_PYTHON)
     if observation == "board" and isinstance(error, IndexError):  # TextArena's wrapper found no board to show
         return EnvFacts("observation = 'board': the env sends no observation of the type GAME_BOARD at its start")
-    summary = " ".join(str(error).split())[:300]
+    summary = " ".join(described(error).split())[:400]
     given = f" and env_kwargs = {dict(env_kwargs)}" * bool(env_kwargs)
-    return EnvFacts(f"does not start with num_players = {num_players}{given}: {type(error).__name__}: {summary}")
+    return EnvFacts(f"does not start with num_players = {num_players}{given}: {summary}")
 
 
 def _argument_problem(env_id: str, names: list[str]) -> str | None:

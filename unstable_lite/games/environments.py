@@ -173,7 +173,7 @@ class Environment(LocalGame):
 
     def observe(self) -> tuple[int, str]:
         """Return the current player and its observation. Drains the env's queue: call once per turn."""
-        return self._checked_turn(*self._call(self._env.get_observation))
+        return self._checked_turn(self._call(self._env.get_observation))
 
     def step(self, action: str) -> bool:
         done, _ = self._call(self._env.step, action)
@@ -192,7 +192,7 @@ class Environment(LocalGame):
                 remarks["invalid_move"] = False
                 self.was_invalid = True
                 self._offenders.add(int(pid))
-        return None if turn is None else self._checked_turn(*turn)
+        return None if turn is None else self._checked_turn(turn)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Return every player's reward and `game_info`.
@@ -229,7 +229,12 @@ class Environment(LocalGame):
         done, _ = result
         return None if done else self._env.get_observation()
 
-    def _checked_turn(self, pid: int, observation: Any) -> tuple[int, str]:
+    def _checked_turn(self, turn: Any) -> tuple[int, str]:
+        if not isinstance(turn, tuple | list) or len(turn) != 2:
+            raise EnvError(f"{self.env_id}: get_observation returned {turn!r:.200}, not a player and an observation")
+        pid, observation = turn
+        if not isinstance(pid, int | np.integer) or not 0 <= pid < self.num_players:
+            raise EnvError(f"{self.env_id}: player {pid!r:.200} is to move, and its {self.num_players} count from 0")
         if not isinstance(observation, str):
             raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text; register a wrapper")
         return int(pid), observation

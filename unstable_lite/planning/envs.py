@@ -16,7 +16,7 @@ from unstable_lite.config.env_ids import content_file, is_openspiel, slug
 from unstable_lite.config.games import INHERITED, EnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import THINK, find_tags, leaves_thinking_open, written_answer
-from unstable_lite.games.env_catalogue import REMARKS, depends_on_hash_seed, env_family, is_isolated, trial
+from unstable_lite.games.env_catalogue import REMARKS, depends_on_hash_seed, env_family, is_isolated, probe, trial
 from unstable_lite.games.openspiel.game import information_fault, trial_problem
 from unstable_lite.games.openspiel.game_tree import flatten, uniform
 from unstable_lite.games.questions import Questions, read_questions
@@ -49,7 +49,15 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
     if isolated:
         yield "isolated", f"{', '.join(isolated)}: in processes that can be killed"
     for env_id, spec in specs.items():
-        if depends_on_hash_seed(env_id, spec.num_players, spec.env_kwargs):
+        if not probe(env_id, spec.num_players, spec.observation, spec.env_kwargs).is_repeatable:
+            yield (
+                "warning",
+                (
+                    f"{env_id}: two games with the same seed began differently (by a clock, a random source of its own "
+                    "or something that a game leaves behind), so no run repeats its games"
+                ),
+            )
+        elif depends_on_hash_seed(env_id, spec.num_players, spec.env_kwargs):
             cost = "so it is isolated with a fixed one: a turn takes about 0.1 ms longer, and a process about 55 MB"
             why = cost if env_id in isolated else "so no run repeats its games: remove isolated = false"
             yield (

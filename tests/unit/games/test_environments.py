@@ -14,6 +14,7 @@ from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, probe
 from unstable_lite.games.environments import Environment, _checked_rewards, env_ids
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.sft.session import find_sft_problems
 
@@ -84,6 +85,27 @@ def test_observation_must_be_text() -> None:
     for look in (env.observe, lambda: env.play("[4]")):
         with pytest.raises(EnvError, match="list, not text; register a wrapper"):
             look()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Beyond", "player 2 is to move, and its 2 count from 0"),
+        ("Negative", "player -1 is to move"),
+        ("Fraction", "player 0.7 is to move"),
+        ("Named", "player 'zero' is to move"),
+        ("Nothing", "get_observation returned None, not a player and an observation"),
+    ],
+)
+def test_turn_must_be_that_of_a_player(name: str, says: str) -> None:
+    problem = probe(f"fakes.faulty_envs:{name}-v0", 2).problem
+    assert problem is not None and says in problem
+
+
+def test_env_whose_games_the_seed_does_not_determine_is_warned_of() -> None:
+    env = {"env_id": "fakes.faulty_envs:Counting-v0", "num_players": 2, "num_actors": 2}
+    rows = make_plan(Config.model_validate({"train_envs": [env]})).describe()
+    assert [name for name, text in rows if "two games with the same seed began differently" in text] == ["warning"]
 
 
 def test_games_leave_the_global_stream_alone() -> None:
