@@ -247,7 +247,7 @@ def print_summary(summary: Summary) -> None:
         rows.append(("newest adapter", str(summary.checkpoint)))
     rows += [
         ("games, turn by turn", str(summary.directory / "games.jsonl")),
-        ("curves", f"tensorboard --logdir {summary.directory / 'tensorboard'}"),
+        ("curves", f"tensorboard --logdir {shlex.quote(str(summary.directory / 'tensorboard'))}"),
         ("report", f"unstable-lite report {directory}"),
     ]
     if planned and summary.stopped_by is None:
