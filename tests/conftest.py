@@ -1,7 +1,5 @@
 """Fixtures and settings for every test: markers for hardware and vLLM, and the modules whose warnings are errors."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rules of DESIGN.md for the code itself."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -4,8 +4,6 @@ python tests/contracts/test_budgets.py            # lower each budget to the lin
 python tests/contracts/test_budgets.py --raise    # also raise; the commit says why the change needs more
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

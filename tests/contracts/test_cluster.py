@@ -1,7 +1,5 @@
 """The recipes for clusters, checked without a cluster by their tools' own validators."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import shutil

@@ -8,8 +8,6 @@ A block that needs a GPU has a comment about it, and is still checked. A first l
 the block a file for the blocks below it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Every shipped example loads, and every script runs."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

@@ -3,8 +3,6 @@
 The extra `vllm` is resolved, not installed: it admits only tested versions of vLLM.
 """
 
-from __future__ import annotations
-
 import email.parser
 import os
 import re

@@ -3,8 +3,6 @@
 python tests/contracts/test_language.py [PATH …]      # list what is to be rewritten
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """`new` writes the files of each example as they are in the clone; `--version` prints the versions."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """examples/quickstart.ipynb is run as a person runs it: installed by its own cell, in a kernel, with typed moves."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import base64

@@ -1,7 +1,5 @@
 """The files for GitHub and for citations are valid, and the workflows have few rights."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """docs/results.md says what the published runs say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site of mkdocs.yml, built as CI and the deployment build it: no warning, no dead link, nothing from outside."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

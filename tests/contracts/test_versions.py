@@ -1,7 +1,5 @@
 """The bounds in pyproject.toml and the tested versions in constraints.txt agree."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

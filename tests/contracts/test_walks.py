@@ -7,8 +7,6 @@ the learner's saved update to the engines, which load it and are checked, until 
 process is not traced; the files that carry messages between processes count in the turn alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The warnings that end a test are those that our own modules cause."""
 
-from __future__ import annotations
-
 import types
 import warnings
 

@@ -4,8 +4,6 @@ The questions were fixed before the modules were arranged in folders. A reader w
 should find most answers at the first guess.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

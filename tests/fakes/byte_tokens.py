@@ -1,7 +1,5 @@
 """A tokenizer like those of Llama 2, Gemma and Mistral: text without a token becomes tokens of single bytes."""
 
-from __future__ import annotations
-
 import tokenizers
 from tokenizers import decoders, models
 

@@ -1,7 +1,5 @@
 """Configs with a prompt template, and chat templates of made-up tokenizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from unstable_lite.config import Config

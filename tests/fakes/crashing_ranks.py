@@ -1,7 +1,5 @@
 """Ranks that end by themselves: the second fails and reports it, the first loses its peer and ends sooner."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import time

@@ -1,7 +1,5 @@
 """A random model, random adapters, and a way to start workers that end with their test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

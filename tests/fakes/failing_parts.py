@@ -1,7 +1,5 @@
 """A user's own algorithm with a mistake in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from unstable_lite.learner import UpdateResult

@@ -1,7 +1,5 @@
 """A user's own reward transform with a mistake in it; it loads no torch."""
 
-from __future__ import annotations
-
 
 class Transform:
     def __call__(self, reward: float, pid: int, env_id: str) -> float:

@@ -1,7 +1,5 @@
 """An HTTP server on loopback that answers as vLLM's does, without a model, until a test makes it misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,12 +1,11 @@
-"""Records of games made by hand, and listeners that keep records."""
-
-from __future__ import annotations
+"""Records of games made by hand, listeners that keep them, contexts of turns, and adapter tables."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.types import (
     AgentSpec,
@@ -15,12 +14,16 @@ from unstable_lite.types import (
     GameSpec,
     Generation,
     ModelRef,
+    Opponent,
     PlayerTrajectory,
     Step,
+    StepContext,
     TrainItem,
 )
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+
+
 RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
@@ -92,3 +95,37 @@ class Observer(Records):
 
     def __init__(self, observe: Callable[[GameRecord], None]) -> None:
         self.add_record = observe  # type: ignore[method-assign]
+
+
+# context of a turn, for tests that replace the fields they are about
+
+CONTEXT = StepContext(
+    env_id="E",
+    game_idx=0,
+    group_idx=None,
+    pid=0,
+    opponents=(Opponent(pid=1, uid="base", kind="checkpoint"),),
+    turn=0,
+    player_turn=0,
+    num_turns=6,
+    num_player_turns=3,
+    final_reward=1.0,
+    outcome="win",
+    end="natural",
+    is_invalid=False,
+    is_cut_off=False,
+    format_ok=True,
+)
+"""First turn of the first player in a game of six turns, which it wins."""
+
+
+# adapter tables as games see them
+
+
+def offer(table: AdapterTable, id: int) -> None:
+    """Take an adapter through its states until games may use it."""
+    table.add(id, Origin("update", str(id)), f"digest of {id}")
+    table.load(id)
+    table.check(id)
+    table.pin(id)
+    table.offer(id)

@@ -1,7 +1,5 @@
 """A program nvidia-smi that reports GPUs which the machine does not have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,17 +1,19 @@
-"""Groups of games between the policy and random play, without a collector."""
+"""Groups of games between the policy and random play, and games of a model behind an endpoint."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from typing import Any
 
+from fakes.game_records import make_spec
 from unstable_lite.config import Config
+from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import make_scheduler
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import GameRecord, GameSpec
+from unstable_lite.types import GameRecord, GameSpec, ModelRef
 
 KUHN = "openspiel:kuhn_poker"
 
@@ -36,3 +38,25 @@ async def played(spec: GameSpec, factory: PlayerFactory) -> GameRecord:
     environment = start_environment(spec.env_id, 2, spec.seed, reward_scale=spec.reward_scale)
     await run_game(record, environment, factory.players(spec), 100)
     return record
+
+
+# games of a model behind an OpenAI-compatible endpoint against random play
+
+
+async def endpoint_games(
+    config: OpponentsConfig, model: str, prompt_template: str, num_games: int
+) -> tuple[list[GameRecord], Mapping[str, float]]:
+    """Play TicTacToe with the model in seat 0; return the games, all of them ended by the game, and the metrics."""
+
+    async def no_engine(*_: object) -> None:
+        raise AssertionError
+
+    models = [ModelRef(uid=f"fixed-{name}", kind="fixed", name=name) for name in (model, "scripted:random")]
+    env, records = {"env_id": "TicTacToe-v0-train", "prompt_template": prompt_template, "kind": "eval"}, []
+    async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
+        for seed in range(num_games):
+            record = new_record(make_spec(*models, game_idx=seed, seed=seed, **env))
+            await run_game(record, make_in_process(record.spec), seats.players(record.spec), max_action_chars=100)
+            assert record.end in ("natural", "invalid")
+            records.append(record)
+        return records, seats.metrics()

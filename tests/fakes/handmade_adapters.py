@@ -1,7 +1,5 @@
 """Handmade adapters: small intact files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,7 +38,6 @@ def write_run(directory: Path, config: Path, checkpoints: int) -> Path:
 def fitting(model: str, seed: int = 0, rank: int = 4, modules: Iterable[str] = ("q_proj", "down_proj")) -> Arrays:
     """Return matrices for these layers of a model whose shape is known, large enough to change its answers."""
     shape, rng, arrays = shape_of(model), np.random.default_rng(seed), dict[str, np.ndarray]()
-    assert shape is not None
     for layer in range(shape.layers):
         for module in modules:
             inputs, outputs = shape.linear_layers[module]

@@ -1,7 +1,5 @@
 """An HTTP server on loopback, in a thread of this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

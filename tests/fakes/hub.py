@@ -1,7 +1,5 @@
 """A server on loopback that plays the part of the Hugging Face hub which an upload uses."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ A process of its own, because liger-kernel changes modules of transformers, and 
 norm, MLP and rotary embedding.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny random model, so that these tests do not depend on the shipped one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Games of two turns, every tenth of 120, for an engine that answers after a fixed time."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Engines with faults seen in real ones; real worker processes load them as `fakes.lying_engines:Class`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

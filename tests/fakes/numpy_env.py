@@ -1,7 +1,5 @@
 """A Nim env that keeps the state of a game in arrays, so that its numbers are NumPy's, and that prints the time."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process of isolated envs, with a Nim that reacts to six odd moves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Tokenizers of bytes with any added tokens, post-processor and chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An OpenAI-compatible server on loopback with an answer set by the test."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Games of OpenSpiel that have a rules text, and observations of random games of them."""
 
-from __future__ import annotations
-
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.probing import random_positions
 

@@ -1,7 +1,5 @@
 """Parts of a run that are no subclasses of the package's parts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

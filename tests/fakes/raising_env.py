@@ -1,7 +1,5 @@
 """Games whose moves say what happens: an exception of `step`, an invalid move, the end, or the next turn."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

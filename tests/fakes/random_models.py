@@ -1,7 +1,5 @@
 """Models and adapters with random weights, small enough to make within a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

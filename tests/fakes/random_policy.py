@@ -1,7 +1,5 @@
 """Policy that draws any legal action, from its own stream."""
 
-from __future__ import annotations
-
 import random
 
 from fakes.game_records import make_generation

@@ -1,7 +1,5 @@
 """A real engine worker, with a minimal orchestrator side in plain ZeroMQ."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -93,7 +91,6 @@ class RemoteEngine:
                 | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
                 | visible,
             )
-        assert self.process.stdin is not None
         self.process.stdin.write(engine_spec(endpoint, device, **engine).to_line().encode())
         self.process.stdin.flush()
         self._ids = itertools.count(1)
@@ -157,7 +154,6 @@ class RemoteEngine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self.directory)

@@ -1,7 +1,5 @@
 """A Nim env whose piles differ from game to game, with any seed."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An opponent that a config can name as `fakes.rude_player:Rude`."""
 
-from __future__ import annotations
-
 from unstable_lite.types import Reply
 
 

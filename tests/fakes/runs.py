@@ -1,7 +1,5 @@
 """Small real runs: their config and process, and the resources that must be released."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -87,6 +85,13 @@ def start(*arguments: str | Path, module: str = "unstable_lite") -> subprocess.P
 def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
+
+
+def output_of(ended: tuple[int, str, str]) -> str:
+    """Return the output of a command that must have ended without an error."""
+    code, out, err = ended
+    assert code == 0, out + err
+    return out
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:

@@ -1,7 +1,5 @@
 """An env whose first observation depends on the order of a set, and so on the hash seed of the process."""
 
-from __future__ import annotations
-
 import random
 
 import textarena as ta

@@ -1,7 +1,5 @@
 """Finished runs that several test modules read: made once for all of pytest's workers, and changed only in copies."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Engines that record their sleep; some do not wake up as they were. Loaded as `fakes.sleeping_engines:Class`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

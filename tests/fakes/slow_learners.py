@@ -1,7 +1,5 @@
 """Learners without torch that are slow or keep a diary; loaded as `fakes.slow_learners:Class`, see `numpy_learner`."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

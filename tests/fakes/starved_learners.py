@@ -1,7 +1,5 @@
 """A learner that runs out of memory."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,11 +1,13 @@
-"""Engines that start well and then hang, are slow, or raise."""
+"""Scripted engines that start well and then hang, are slow, raise, need many steps, or measure their GPU."""
 
-from __future__ import annotations
-
+import os
 import time
+from pathlib import Path
 
 from unstable_lite.engines.base import ScriptedEngine
+from unstable_lite.errors import ModelError
 from unstable_lite.transport.messages import Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
 class Loops(ScriptedEngine):
@@ -36,3 +38,36 @@ class RunsOutOfMemory(ScriptedEngine):
 def endless_loop() -> list[Generated]:
     while True:
         pass
+
+
+# engines that need many steps
+
+
+class OneAStep(ScriptedEngine):
+    """Finishes one request per step, in order."""
+
+    def step(self) -> list[Generated]:
+        return [self._finished.pop(0)]
+
+
+class Unhurried(OneAStep):
+    """Takes 0.1 s per step."""
+
+    def step(self) -> list[Generated]:
+        time.sleep(0.1)
+        return super().step()
+
+
+# an engine that, as vLLM, must not start while another one starts on its GPU
+
+
+class MeasuresTheWholeGPU(ScriptedEngine):
+    def __init__(self, spec: WorkerSpec) -> None:
+        starting = Path(os.environ["STARTING"]) / f"gpu-{os.environ['CUDA_VISIBLE_DEVICES']}"
+        try:
+            starting.touch(exist_ok=False)
+        except FileExistsError:
+            raise ModelError(f"{spec.name}: another engine is starting on this GPU") from None
+        time.sleep(0.5)
+        super().__init__(spec)
+        starting.unlink()

@@ -1,7 +1,5 @@
 """Runs with a sync schedule, which repeat bit by bit: their settings, and the records that must be equal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine that logs whether it was restarted. Loaded as `fakes.told_engines:PrintsWhetherResumed`."""
 
-from __future__ import annotations
-
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.transport.worker_main import WorkerSpec
 

@@ -3,8 +3,6 @@
 A job is a config, the messages for rank 0 and a fault; its outcome is what the rank holds afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Slow on purpose, and independent of the code under test. Computes in float64 if the learner does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's own OpenAI-compatible server as a real process on loopback; its CPU build suffices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

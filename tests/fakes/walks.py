@@ -1,7 +1,5 @@
 """Trace of the files of the package that a turn and an adapter pass, in the orchestrator and in an engine."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -3,8 +3,6 @@
 W&B keeps an offline run as Protocol Buffers in a log in LevelDB's format.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

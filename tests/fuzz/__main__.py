@@ -4,8 +4,6 @@ The corpus directory keeps interesting inputs; by default it is temporary.
 Prints a failing input and leaves it in a file `crash-…`.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import tempfile

@@ -5,8 +5,6 @@
 `seeds` has a frame of each kind of message; `DICTIONARY` has the words that a mutation may insert.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints

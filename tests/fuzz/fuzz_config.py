@@ -6,8 +6,6 @@ A config without problems must survive the TOML of a run directory and the JSON 
 examples; `DICTIONARY` has every key.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

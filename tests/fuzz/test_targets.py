@@ -1,7 +1,5 @@
 """The fuzz targets on a few hundred mutated seeds; `python tests/fuzz` tries more."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """A unit test starts no process."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

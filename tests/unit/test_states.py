@@ -1,7 +1,5 @@
 """Parts of a run that a checkpoint keeps continue as if nothing had happened, after their state was JSON."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from typing import Any

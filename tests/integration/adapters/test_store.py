@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -59,7 +57,6 @@ def test_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory: Pa
         ],
         stdout=subprocess.PIPE,
     )
-    assert holder.stdout is not None
     holder.stdout.readline()
     assert reap_stale_arenas(shared_memory) == []
     os.kill(holder.pid, signal.SIGKILL)

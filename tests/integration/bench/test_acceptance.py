@@ -1,7 +1,5 @@
 """`python -m bench acceptance`: on the CPU its stages run in small sizes, and no process outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Each bench runs end to end with real processes and writes the promised results; no duration is asserted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

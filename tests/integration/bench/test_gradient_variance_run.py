@@ -1,7 +1,5 @@
 """A run with groups and the measuring learner reports the variance of its gradient."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -16,8 +14,7 @@ def test_run_reports_the_variance_of_every_second_update(tmp_path: Path) -> None
     settings = ("run.learning_steps=3", "run.eval_games=0", "run.num_eval_workers=0")
     measuring = ("algorithm=bench.gradient_variance:MeasuredREINFORCE", "learner.options={every=2,baseline='group'}")
     groups = ("run.group_size=4", "rewards.group_baseline=rloo", "rewards.step_reward_transformation=[]")
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *settings, *measuring, *groups)
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", runs.write_small(tmp_path), *settings, *measuring, *groups))
     lines = [json.loads(line) for line in (runs.run_directory(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "learner/loss" in line]
     measured = ("gradient_variance", "gradient_signal", "gradient_noise", "relative_variance")

@@ -1,7 +1,5 @@
 """The peers play the same games as this project; their files state the differences."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`python -m bench study`: real runs, killed and continued, with a scripted engine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -132,8 +130,7 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     first.kill()
     first.communicate()
     (whole,) = results(tmp_path)["runs"]
-    code, out, err = runs.finish(begin(study, tmp_path, "--jobs", "2"))
-    assert code == 0, out + err
+    out = runs.output_of(runs.finish(begin(study, tmp_path, "--jobs", "2")))
     assert runs.are_gone(children)
     content = results(tmp_path)
     found = [(run["seed"], run["arm"]) for run in content["runs"]]
@@ -148,8 +145,7 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.json").write_text((tmp_path / "tiny.json").read_text())
-    code, out, err = runs.finish(begin(study, elsewhere))
-    assert code == 0, out + err
+    runs.output_of(runs.finish(begin(study, elsewhere)))
     assert results(elsewhere) == content and not run_directories(elsewhere)
 
     (tmp_path / "tiny.json").unlink()
@@ -158,10 +154,9 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     assert results(tmp_path) == content
 
     loss = {"loss": {"metric": "learner/loss"}, "points": {"opponent": "scripted:random"}}
-    code, out, err = runs.finish(
-        start(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), tmp_path, "--show")
+    out = runs.output_of(
+        runs.finish(start(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), tmp_path, "--show"))
     )
-    assert code == 0, out + err
     assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
     assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
 
@@ -209,8 +204,7 @@ def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: s
     out, err = first.communicate(timeout=120)
     assert first.returncode == 128 + signum, out + err
     assert runs.are_gone(children)
-    code, out, err = runs.finish(begin(study, tmp_path, "--jobs", "2"))
-    assert code == 0, out + err
+    runs.output_of(runs.finish(begin(study, tmp_path, "--jobs", "2")))
     assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
 
 

@@ -1,7 +1,5 @@
 """Arms of the included studies train in a real run: each bug of the reference, and one arm of other studies."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,7 @@ def test_arm_trains(study: str, arm: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(REPOSITORY)  # the patches are no part of the package
     config = read_study(STUDIES / f"{study}.toml").configs[arm]
     (tmp_path / "arm.toml").write_text(to_toml(shortened(config, tmp_path / "outputs")))
-    code, out, err = runs.finish(runs.start("run", tmp_path / "arm.toml"))
-    assert code == 0, out + err
+    runs.output_of(runs.finish(runs.start("run", tmp_path / "arm.toml")))
     lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
     updates = [line for line in lines if "learner/loss" in line]
     assert [line["learner/step"] for line in updates] == [1, 2]

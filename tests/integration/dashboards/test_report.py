@@ -1,7 +1,5 @@
 """The report as a person uses it: opened from disk in a browser without a network."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -43,7 +41,6 @@ from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
-ARTEFACTS = Path(__file__).parents[3] / "artefacts" / "report"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 CKPT = ModelRef(uid="ckpt-2", kind="checkpoint", adapter_version=2)
@@ -299,9 +296,6 @@ def test_report_opens_offline_and_draws_its_curves(page: Page) -> None:
     expect(won.locator(".latest")).to_have_text("90.0 % (82.4 % – 94.5 %, n = 100)")
     won.get_by_text("Values").click()
     expect(won.locator("tbody tr")).to_have_count(2)
-    ARTEFACTS.mkdir(parents=True, exist_ok=True)
-    won.scroll_into_view_if_needed()
-    page.screenshot(path=ARTEFACTS / "curves.png")
 
 
 @pytest.mark.browser
@@ -491,9 +485,7 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
     page.locator("[data-act=mode]").select_option("logprob")
     tokens = page.locator(".sampled .tok")
     generation = GAMES[9].turns[2].generation
-    assert generation is not None
     expected = pieces(generation.completion_ids.tolist(), generation.text, TOKENIZER)
-    assert expected is not None
     assert [one.text_content() for one in tokens.all()] == [text for text, _ in expected]
     assert "".join(text for text, _ in expected) == f"{generation.text}<|im_end|>"
     strength = "element => parseFloat(element.style.getPropertyValue('--strength'))"
@@ -529,7 +521,6 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
 def test_pieces_of_a_completion_keep_split_characters_and_bytes_together() -> None:
     ids = TOKENIZER.encode("a \U0001f389 b").ids
     made = pieces(ids, "a \U0001f389 b", TOKENIZER)
-    assert made is not None
     assert sum(count for _, count in made) == len(ids)
     assert ("\U0001f389", 4) in made
     assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
@@ -600,9 +591,6 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
     light, dark = open_page(one_run), open_page(one_run, color_scheme="dark")
     was = light.evaluate(background)
     assert dark.evaluate(background) != was
-    ARTEFACTS.mkdir(parents=True, exist_ok=True)
-    for page, name in ((light, "light"), (dark, "dark")):
-        page.screenshot(path=ARTEFACTS / f"{name}.png")
     for _ in range(2):
         light.locator("#theme").click()
     assert light.locator("#theme").inner_text() == "dark"
@@ -613,7 +601,6 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
     choose(phone, 9)
     expect(phone.locator("#list")).to_be_hidden()
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
-    phone.screenshot(path=ARTEFACTS / "phone.png")
     phone.get_by_role("button", name="All games").click()
     expect(phone.locator("#list")).to_be_visible()
 
@@ -685,8 +672,6 @@ def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page
     expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
     page.locator("#filters [name=run]").select_option("2")
     expect(page.locator("#count")).to_have_text("10 of 30 games")
-    won.scroll_into_view_if_needed()
-    page.screenshot(path=ARTEFACTS / "compared.png")
 
 
 @pytest.mark.browser

@@ -1,7 +1,5 @@
 """The `runs` command, and run directories in odd states."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The dashboard and the files it reads. test_run.py has it watch a real run."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

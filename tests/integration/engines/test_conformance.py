@@ -4,8 +4,6 @@ Each engine is a real worker process. The reference for log-probabilities is a p
 PEFT in float32 over the reported ids of prompt and completion.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """An engine whose memory runs out within a step serves fewer requests at once and replies to each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

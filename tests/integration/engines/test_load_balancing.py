@@ -1,7 +1,5 @@
 """The choice of an engine for each request: real engine processes, stopped during the choice."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

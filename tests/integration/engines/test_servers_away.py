@@ -1,7 +1,5 @@
 """Runs on two vLLM servers of which one is away for a while: fake ones over real HTTP, and real ones."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """An engine that slept serves the same weights and adapters, without anything computed before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

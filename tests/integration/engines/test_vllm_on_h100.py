@@ -1,7 +1,5 @@
 """vLLM resolves our settings for H100s as intended; its CPU build does it, so no kernel runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The conformance suite and test_vllm_server_run.py use the real server.
 """
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading

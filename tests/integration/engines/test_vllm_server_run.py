@@ -1,7 +1,5 @@
 """Whole runs on a real vLLM server: the example, and a server that dies while games are in flight."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine process as the orchestrator sees it: a real child, a real socket, an engine without a model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +95,7 @@ def test_busy_worker_reports_its_stats(start_engine: Start, model_dir: Path) -> 
 def test_requests_wait_for_at_most_one_load_at_a_time(start_engine: Start, tmp_path: Path) -> None:
     """The engine makes a step between two loads, no matter how many adapters arrive at once."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    engine = start_engine(kind="fakes.stepwise_engines:OneAStep", replies=["yes"], max_loras=4)
+    engine = start_engine(kind="fakes.stuck_engines:OneAStep", replies=["yes"], max_loras=4)
     engine.wait_for_type(Ready, 60)
     asked = [engine.request("p") for _ in range(4)]
     loads = [LoadAdapter(request_id=100 + version, version=version, path=str(tmp_path)) for version in (1, 2, 3)]
@@ -111,7 +109,7 @@ def test_requests_wait_for_at_most_one_load_at_a_time(start_engine: Start, tmp_p
 
 def test_engine_reports_stats_while_it_finishes_before_sleep(start_engine: Start) -> None:
     """Otherwise a supervisor would take an engine with long answers for stuck."""
-    engine = start_engine(kind="fakes.stepwise_engines:Unhurried", replies=["yes"])
+    engine = start_engine(kind="fakes.stuck_engines:Unhurried", replies=["yes"])
     engine.wait_for_type(Ready, 60)
     asked = [engine.request("p") for _ in range(15)]
     engine.send(*asked, Sleep(request_id=100))

@@ -1,7 +1,5 @@
 """Evaluations as a user starts them: real engine processes, with a model only if the test is about the model."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import csv
@@ -477,12 +475,10 @@ def test_dead_engine_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path)
 @pytest.mark.nightly
 def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
     overrides = ("run.eval_games=60", "run.learning_steps=1", "run.checkpoint_every=1", "run.num_eval_workers=0")
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *overrides)
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", runs.write_small(tmp_path), *overrides))
     trained, output = runs.run_directory(tmp_path), tmp_path / "out"
     models = ("base", trained / "checkpoints" / "latest")
-    code, out, err = runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1"))
     assert "120 games played" in out
     assert "Nim-v0-train against scripted:random" in out
     offline = {row["model"]: row for row in read_csv(output / "table.csv")}

@@ -1,7 +1,5 @@
 """Exploitability is computed from a model's own probabilities: by `eval --exact`, and by the learner in a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -51,8 +49,7 @@ fixed_opponent = "scripted:random"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exact")
     (directory / "run.toml").write_text(CONFIG.replace("OUTPUT", str(directory / "outputs")))
-    code, out, err = runs.run("run", directory / "run.toml")
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", directory / "run.toml"))
     return runs.run_directory(directory)
 
 

@@ -1,7 +1,5 @@
 """A person at the terminal against a model, and two watched models."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -29,15 +27,13 @@ def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
 
 
 def test_person_plays_to_the_end_and_sees_every_turn(run: Path) -> None:
-    code, out, err = play("[0 9]\n[0 9]\n", run, "--seat", "0")
-    assert code == 0, out + err
+    out = runs.output_of(play("[0 9]\n[0 9]\n", run, "--seat", "0"))
     assert out.count("is not legal here") == 1
     assert "your turn" in out and "pile 0: 3" in out
     assert "player 0, you: [0 9]" in out
     assert "player 0, you: loss by an invalid move (-1)" in out
     assert "player 1, ckpt-2: win (+1)" in out
-    code, out, _ = play("0 1\n" * 30, run, "--seat", "1", "--set", 'engine.replies=["\\\\boxed{[1 1]}"]')
-    assert code == 0
+    out = runs.output_of(play("0 1\n" * 30, run, "--seat", "1", "--set", 'engine.replies=["\\\\boxed{[1 1]}"]'))
     assert out.index("player 0, ckpt-2: \\boxed{[") < out.index("your turn")
     assert "player 1, you: 0 1  →  [0 1]" in out
     assert "the end" in out
@@ -49,8 +45,7 @@ def test_person_who_leaves_early_gets_a_clear_error(run: Path) -> None:
 
 
 def test_two_models_can_be_watched(run: Path) -> None:
-    code, out, err = play("", run, "scripted:random", "--watch", "--env", "TicTacToe-v0-train", "--seat", "1")
-    assert code == 0, out + err
+    out = runs.output_of(play("", run, "scripted:random", "--watch", "--env", "TicTacToe-v0-train", "--seat", "1"))
     assert "player 0, fixed-scripted:random: [" in out
     assert "player 1, ckpt-2: \\boxed{[" in out
     assert "the end" in out
@@ -59,8 +54,7 @@ def test_two_models_can_be_watched(run: Path) -> None:
 def test_budget_for_thinking_holds_in_a_watched_game(run: Path) -> None:
     settings = ("engine.thinking_tokens=10", 'engine.replies=["<think> so I take one"]')
     changes = [word for setting in settings for word in ("--set", setting)]
-    code, out, err = play("", run, "scripted:random", "--watch", *changes)
-    assert code == 0, out + err
+    out = runs.output_of(play("", run, "scripted:random", "--watch", *changes))
     assert "<think> so\n</think>\n\n<think> so I take one" in out
 
 

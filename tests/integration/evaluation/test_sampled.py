@@ -1,7 +1,5 @@
 """`probe --samples` counts what models answer, and agrees with the computed probabilities."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exact answer probabilities, compared with the model computed by hand."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

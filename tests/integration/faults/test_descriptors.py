@@ -1,7 +1,5 @@
 """Play 1,024 games at once on 256 file descriptors: real games, a real engine process, the scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -36,7 +34,6 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-@pytest.mark.timeout(300)
 async def test_thousands_of_games_need_few_descriptors_and_leak_none(tmp_path: Path) -> None:
     config = Config.model_validate(
         {
@@ -90,5 +87,4 @@ def test_more_connections_than_system_limit_are_refused_before_start() -> None:
         pytest.skip("this system sets no limit")
     opponents = OpponentsConfig(base_url="http://127.0.0.1:9/v1", max_concurrent_requests=hard)
     problem = opponent_problem("vendor/model", "Nim-v0-train", None, opponents)
-    assert problem is not None
     assert "open files" in problem and str(hard) in problem

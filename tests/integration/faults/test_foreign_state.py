@@ -1,7 +1,5 @@
 """A run of another person: no text in its files is imported when it is resumed, unless the user is asked first."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -54,8 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a short run that another person wrote."""
     tmp_path = tmp_path_factory.mktemp("finished")
     overrides = ("run.learning_steps=1", "run.eval_games=2", "learner.batch_size=4", "run.num_collection_workers=4")
-    code, out, err = runs.run_torchless("run", runs.write_small(tmp_path), *runs.SCRIPTED, *overrides)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", runs.write_small(tmp_path), *runs.SCRIPTED, *overrides))
     directory = runs.run_directory(tmp_path)
     (directory / "config.seal").unlink()
     return directory

@@ -3,8 +3,6 @@
 If no small disk can be mounted, a limit on the size of files replaces it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -128,7 +126,6 @@ class SmallDisks:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "up\n"
         root = Path(f"/proc/{self._holder.pid}/root")
         self.shared_memory, self.outputs = root / "dev/shm", root / self._directory.relative_to("/")

@@ -1,7 +1,5 @@
 """Envs that loop forever: one of TextArena's, and one that hangs in the middle of a run."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

@@ -1,7 +1,5 @@
 """Kill learners before, during and after an update: real processes, real training of a tiny model."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A whole run whose workers are killed repeatedly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,8 +16,7 @@ def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) 
     for num_updates, name in ((1, "engines"), (2, "learner"), (4, "engines"), (5, "learner")):
         runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
         kill(process.pid, f"{name}.worker")
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
+    runs.output_of(runs.finish(process))
     directory = runs.run_directory(tmp_path)
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in metrics if "learner/loss" in line]

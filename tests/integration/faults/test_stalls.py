@@ -1,7 +1,5 @@
 """A blocked event loop: reported, counted and survived; the process ends if the loop stays blocked."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -104,8 +102,6 @@ def test_suspended_process_is_not_taken_for_a_blocked_loop(tmp_path: Path) -> No
     script = BLOCKS.replace("0.05", "0.3")
     command = [sys.executable, "-c", script, str(tmp_path / "log"), "wait_for_a_line"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.2)  # until its watchdog has seen the blocked loop
         process.send_signal(signal.SIGSTOP)
@@ -144,5 +140,4 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
     directory = runs.run_directory(tmp_path)
     assert "in __call__" in (directory / "logs" / "orchestrator.log").read_text()
     (tmp_path / "loop").unlink()
-    code, out, err = runs.run("run", "--resume", directory, f"run.learning_steps={runs.num_updates(tmp_path) + 1}")
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", "--resume", directory, f"run.learning_steps={runs.num_updates(tmp_path) + 1}"))

@@ -1,7 +1,5 @@
 """A run's output is closed, full or limited to few characters; the run continues."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

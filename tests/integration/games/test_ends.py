@@ -1,7 +1,5 @@
 """Ends of games that break or outgrow the context are the same in this process and in another one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence

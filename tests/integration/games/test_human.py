@@ -1,7 +1,5 @@
 """Human input without a terminal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Envs in processes that can be killed play the same games; the death of a process makes its games void."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Ids of OpenSpiel's games are tried in a process of their own, and refused before anything starts."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

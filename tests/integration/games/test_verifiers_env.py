@@ -1,7 +1,5 @@
 """Environments of the package `verifiers` as envs, by examples/verifiers_env.py: real ones, and real runs."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib
@@ -233,8 +231,7 @@ def test_run_from_the_example_trains_on_the_rubrics_rewards(
     patient = ("run.env_timeout_s=200",)
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}:{tmp_path}:{':'.join(sys.path)}")
     started = runs.start("run", path, *few, *patient, f"run.output_dir={tmp_path}/outputs")
-    code, out, err = runs.finish(started, timeout_s=580)
-    assert code == 0, out + err
+    runs.output_of(runs.finish(started, timeout_s=580))
     games = [*read_records(runs.run_directory(tmp_path) / "games.jsonl")]
     guess = importlib.import_module("verifiers_guess").load_environment()
     single = world.load_environment()

@@ -1,12 +1,10 @@
 """vLLM's own OpenAI-compatible server with the builtin model as an opponent in real games."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 
-from fakes.endpoint_games import endpoint_games
+from fakes.group_games import endpoint_games
 from fakes.vllm_serving import VLLMServer
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.models import BUILTIN

@@ -1,7 +1,5 @@
 """A rank that torchrun starts on another machine, here over the loopback interface."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

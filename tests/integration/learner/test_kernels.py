@@ -1,7 +1,5 @@
 """The fused kernels of liger-kernel compute what torch computes: on the CPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An update that runs out of memory is repeated in smaller micro-batches, as if it had never begun."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learner computes the same on CUDA devices as on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -38,6 +36,5 @@ def test_learner_takes_no_more_than_its_share_of_memory(make_config):
 @pytest.mark.two_gpus
 def test_two_gpus_train_as_two_ranks(tmp_path):
     ranks = ("learner.devices=[0,1]", "engine.devices=[0]")
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *ranks)
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", runs.write_small(tmp_path), *ranks))
     assert runs.num_updates(tmp_path) == 3

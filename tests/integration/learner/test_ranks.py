@@ -1,7 +1,5 @@
 """Two ranks compared with one: the same update, even when either of them fails. Real processes, gloo, float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Whole updates of A2C, PPO and GRPO compared with their formulas, and the requirements of all algorithms."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ pays through the second, the right action in one state is wrong in the other, an
 optimal values are 0.9 and 1.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

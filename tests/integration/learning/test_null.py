@@ -3,8 +3,6 @@
 A game has one turn for each of two seats, which the first token of the prompt distinguishes; an action is one token.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from msgspec import structs
 from test_control import PROMPTS, VOCAB, distributions, make_learner
 
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT
 from unstable_lite.config import Config
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.wiring import make_buffer

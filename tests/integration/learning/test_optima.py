@@ -22,8 +22,6 @@ the optimum and the best policy that has not learnt the point of a game:
   For the others the game itself pays 0.49.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

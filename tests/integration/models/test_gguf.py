@@ -1,7 +1,5 @@
 """A GGUF file is converted into a model directory once; if that fails, there is one clear message and no file left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct
@@ -130,12 +128,10 @@ def test_check_run_and_resume_accept_the_file_as_any_model(
     code, out, err = runs.run("check", config, model)
     assert (code, err) == (0, ""), err
     assert str(whole_file) in out
-    code, _, err = runs.run("run", config, model, steps, "run.eval_games=0")
-    assert code == 0, err
+    runs.output_of(runs.run("run", config, model, steps, "run.eval_games=0"))
     directory = runs.run_directory(tmp_path)
     assert str(whole_file) in (directory / "config.toml").read_text()
-    code, _, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
-    assert code == 0, err
+    runs.output_of(runs.run("run", "--resume", directory, "run.learning_steps=2"))
     assert (directory / "checkpoints" / "ckpt-2").is_dir()
     assert find_tokenizer(str(whole_file)) is not None
     assert len(left_in(filled_cache)) == 1

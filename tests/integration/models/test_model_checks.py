@@ -1,7 +1,5 @@
 """A model whose weights are not those of its architecture ends `check --model` and a run at once, with the names."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real pretrained model, given as a GGUF file, starts and trains without a canary alarm."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Turns on a device that engine and learner share. Real engine processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """`check` names what this machine lacks for a config, and envs that do not start, before anything starts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engine and learner on one device: the division of its memory, and the refusal of impossible plans before start."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
@@ -240,7 +238,7 @@ async def test_engines_of_one_gpu_start_one_after_the_other(
     monkeypatch.setenv("STARTING", str(tmp_path))
     made = plan(
         model="builtin:tiny",
-        engine={"kind": "fakes.measuring_engines:MeasuresTheWholeGPU", "devices": (0, 1, 0, 1)},
+        engine={"kind": "fakes.stuck_engines:MeasuresTheWholeGPU", "devices": (0, 1, 0, 1)},
         learner={"devices": ("cpu",)},
     )
     async with started_engines(made, tmp_path, lambda text: None) as workers:

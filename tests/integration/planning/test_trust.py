@@ -1,7 +1,5 @@
 """A config in a run directory runs code only if its user wrote it or allows it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

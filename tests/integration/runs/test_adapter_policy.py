@@ -1,7 +1,5 @@
 """Games that are longer than many updates, with few adapter slots: real processes, a scripted engine that is slow."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -82,7 +80,6 @@ class Training:
         self._run.stop()
         summary = await self._task
         loop = self._run.training
-        assert loop is not None
         assert not any(adapter.leases for adapter in loop.parts.table.adapters.values())
         return summary.directory
 

@@ -1,7 +1,5 @@
 """Alarms in whole runs with real causes, and each of the three actions."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -74,8 +72,7 @@ def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
     assert re.search(r"Update 3 could NOT be saved\b.*no checkpoint", text)
     in_the_way.rmdir()
     process.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
+    runs.output_of(runs.finish(process))
     assert find_damage(directory / "checkpoints" / "ckpt-3") is None
 
 
@@ -100,24 +97,24 @@ def test_run_without_steps_pauses_and_can_be_stopped(tmp_path: Path) -> None:
     assert re.search(r"update 0\b.*starved", text)
     assert "No checkpoint exists yet." in text
     process.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
+    runs.output_of(runs.finish(process))
     assert not (directory / "PAUSED").exists()
     assert updates_of(directory) == []
 
 
 @pytest.mark.nightly
 def test_collapsed_run_reports_the_collapse_and_its_best_policy(tmp_path: Path) -> None:
-    code, out, err = runs.run(
-        "run",
-        runs.write_small(tmp_path),
-        "learner.learning_rate=100",  # two such steps destroy the base's abilities
-        "learner.canary_tolerance=1e9",
-        "run.learning_steps=2",
-        "run.eval_games=60",
-        "run.num_eval_workers=0",
+    out = runs.output_of(
+        runs.run(
+            "run",
+            runs.write_small(tmp_path),
+            "learner.learning_rate=100",  # two such steps destroy the base's abilities
+            "learner.canary_tolerance=1e9",
+            "run.learning_steps=2",
+            "run.eval_games=60",
+            "run.num_eval_workers=0",
+        )
     )
-    assert code == 0, out + err
     assert re.search(r"update 2: collapse: .*Nim-v0-train.*scripted:random.*ckpt-2 ", out)
     (collapsed,) = [line for line in out.splitlines() if line.startswith("collapsed: ")]
     assert "base " in collapsed

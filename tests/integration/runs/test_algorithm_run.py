@@ -1,7 +1,5 @@
 """Real runs of the algorithms with a critic: small model, real games, real processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fakes.runs import run, undocumented_metrics, write_small
+from fakes.runs import output_of, run, undocumented_metrics, write_small
 
 pytestmark = pytest.mark.nightly
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
@@ -28,8 +26,7 @@ def directory_of(tmp_path: Path, name: str) -> Path:
 def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path) -> None:
     config = write_small(tmp_path)
     warm_up = ("learner.critic_warmup_updates=1", "run.checkpoint_every=1", "run.learning_steps=2")
-    code, out, err = run("run", config, "algorithm=a2c", "run.name=first", *OFF, *warm_up)
-    assert code == 0, out + err
+    output_of(run("run", config, "algorithm=a2c", "run.name=first", *OFF, *warm_up))
     first = directory_of(tmp_path, "first")
     updates = metrics_of(first)
     assert [update["learner/step"] for update in updates] == [1, 2]
@@ -47,8 +44,7 @@ def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path)
 
     start = (f"lora.initial_lora_path={checkpoints[1]}", f"lora.initial_critic_path={checkpoints[1] / 'critic'}")
     steps = ("learner.ppo_epochs=2", "learner.ppo_minibatches=2", "run.learning_steps=2")
-    code, out, err = run("run", config, "algorithm=ppo", "run.name=second", *OFF, *start, *steps)
-    assert code == 0, out + err
+    output_of(run("run", config, "algorithm=ppo", "run.name=second", *OFF, *start, *steps))
     second = directory_of(tmp_path, "second")
     updates = metrics_of(second)
     assert [update["learner/step"] for update in updates] == [1, 2]

@@ -1,7 +1,5 @@
 """A run whose groups start within earlier games, with isolated envs."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -22,8 +20,7 @@ OPTIONS = (
 def test_groups_of_isolated_games_start_within_earlier_games(tmp_path: Path) -> None:
     config = runs.write_small(tmp_path)
     config.write_text(config.read_text().replace("num_actors = ", "isolated = true\nnum_actors = "))
-    code, out, err = runs.run_torchless("run", config, *OPTIONS)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", config, *OPTIONS))
     directory = runs.run_directory(tmp_path)
     games = [json.loads(line) for line in (directory / "games.jsonl").read_text().splitlines()]
     branched = [game for game in games if "branch_turn" in game]

@@ -1,7 +1,5 @@
 """Engines that serve wrong weights end the run before a game uses them. Real processes, real training."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run whose eval envs differ only in their sampling, in an env with arguments, and its resumption."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -39,11 +37,9 @@ def evaluated(games: list[dict[str, Any]], sampling: str | None) -> dict[tuple[s
 
 
 def test_labels_of_eval_envs_last_over_a_resumption(tmp_path: Path) -> None:
-    code, _, err = runs.run_torchless("run", write_config(tmp_path))
-    assert code == 0, err
+    runs.output_of(runs.run_torchless("run", write_config(tmp_path)))
     directory = runs.run_directory(tmp_path)
-    code, out, err = runs.run_torchless("run", "--resume", directory, "run.learning_steps=2")
-    assert code == 0, err
+    out = runs.output_of(runs.run_torchless("run", "--resume", directory, "run.learning_steps=2"))
 
     results = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
     assert Counter((line["step"], line["opponent"]) for line in results) == {

@@ -1,7 +1,5 @@
 """Real runs against frozen players: their games, their checks, and resumes after the other run moved on or is gone."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -67,8 +65,7 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     zero = write_adapter(tmp_path / "zero", zeros, base=TINY, r=2)
     names = [f"run:{other}/best", f"run:{other}/ckpt-20", f"adapter:{zero}", "base"]
     config = write_config(tmp_path, names[0], *names)
-    code, out, err = runs.run("run", config, "tracker.keep_tokens=true", "run.learning_steps=2")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("run", config, "tracker.keep_tokens=true", "run.learning_steps=2"))
     assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
     directory = runs.run_directory(tmp_path)
     versions = versions_of(read_records(directory / "games.jsonl"))
@@ -107,16 +104,14 @@ def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bi
     names = (f"run:{other}/newest", f"run:{other}/best", "base")
     for directory in (whole, broken):
         directory.mkdir()
-    code, out, err = runs.run_torchless("run", write_config(whole, names[1], *names), *settings)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", write_config(whole, names[1], *names), *settings))
     process = runs.start_torchless("run", write_config(broken, names[1], *names), *settings)
     runs.wait_for(lambda: runs.num_updates(broken) >= 3)
     process.send_signal(signal.SIGKILL)
     runs.finish(process)
     shutil.rmtree(other)
     ours, theirs = runs.run_directory(broken), runs.run_directory(whole)
-    code, out, err = runs.run_torchless("run", "--resume", ours)
-    assert code == 0, out + err
+    out = runs.output_of(runs.run_torchless("run", "--resume", ours))
     assert "after update 2" in out
     assert re.search(r"frozen player \S+/newest is \S+/ckpt-20", out)
     sync_runs.assert_equal(ours, theirs, {"ckpt-4"})
@@ -136,8 +131,7 @@ def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
     (engine,) = (child for child in runs.children_of(process) if "unstable_lite.engines.worker" in child.cmdline())
     engine.kill()
     first = runs.num_updates(tmp_path) + 2  # the next update's adapter may have been loaded before
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
+    out = runs.output_of(runs.finish(process))
     assert re.search(r"alarm after update \d+: engine-0 .*restart", out), out
     assert first <= 6
     games = list(read_records(runs.run_directory(tmp_path) / "games.jsonl"))
@@ -162,7 +156,6 @@ def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8, overrides: tu
 def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path) -> None:
     run = hand_made(tmp_path, write_adapter(tmp_path / "a", fitting(TINY), base=TINY))
     summary = run.start()
-    assert summary is not None
     games: list[dict[str, Any]] = list(read_records(summary.directory / "games.jsonl"))
     models = {agent["model"] for game in games if game["kind"] == "train" for agent in game["agents"]}
     assert "rival-0" in models and "fixed-scripted:random" not in models

@@ -1,7 +1,5 @@
 """Whole league runs: checkpoints that leave and return, and games in groups."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -9,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from fakes import runs
-
-pytestmark = pytest.mark.timeout(300)
 
 POOL = (
     "run.eval_games=0",
@@ -36,8 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "league.keep_every=4",
         "learner.batch_size=72",
     )
-    code, out, err = runs.run_torchless("run", runs.write_small(directory), *overrides)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", runs.write_small(directory), *overrides))
     return runs.run_directory(directory)
 
 

@@ -1,7 +1,5 @@
 """Generation waits for no learner, the learner for no disk, and an engine for at most one load."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -67,7 +65,6 @@ async def test_games_continue_during_updates_and_updates_during_checkpoints(
         running = tasks.create_task(run.execute())
         await until(lambda: run.training is not None and run.training.progress.updates > 1)
         training = run.training
-        assert training is not None
         learner = next(process for process in training.parts.workers.processes if process.channel.name == "learner")
 
         os.kill(learner.pid, signal.SIGSTOP)
@@ -83,7 +80,6 @@ async def test_games_continue_during_updates_and_updates_during_checkpoints(
             begun = training.progress.updates
             await until(lambda: training.progress.updates >= begun + 2)
             saving, before = training.saver.in_background, training.saver.newest
-            assert saving is not None
             await until(lambda: training.progress.updates >= begun + 5)
             assert training.saver.in_background is saving
             assert not saving.done()

@@ -1,7 +1,5 @@
 """A run, an evaluation and a check on games of OpenSpiel, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run against a model behind an endpoint that fails at first."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -46,7 +44,6 @@ def test_run_survives_a_failed_endpoint_and_never_writes_its_key(
             run={"eval_games": 10, "output_dir": str(tmp_path)},
         )
         summary = run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=2)
-    assert summary is not None
     assert 3 <= summary.void_games <= 10
     assert {evaluation.opponent for evaluation in summary.evaluations} == {REMOTE}
     printed = "".join(capfd.readouterr())

@@ -1,7 +1,5 @@
 """Every part of a run can be a custom one: a subclass in a script, or an object with the same interface."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,14 +1,12 @@
 """A run that trains a game and asks questions: the order of questions, scores on disk, and the file's digest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.runs import run, run_torchless, write_small
+from fakes.runs import output_of, run, run_torchless, write_small
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.files import read_records
@@ -39,7 +37,6 @@ def write_config(directory: Path, questions: Path) -> Path:
 def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", [1, 2])
     config, _ = read_config(write_config(tmp_path, questions))
-    assert config is not None
     made, env_id = create_run_directory(config), config.eval_envs[1].env_id
     recorded = json.loads((made / "versions.json").read_text())["questions"]
     assert recorded == {env_id: read_questions(env_id).sha256}
@@ -54,8 +51,7 @@ def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", ["1/2", 7, "half", 0.5])
-    code, out, err = run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6")
-    assert code == 0, out + err
+    out = output_of(run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6"))
     (made,) = (tmp_path / "outputs").glob("*/*")
     lines = [line for line in read_records(made / "eval.jsonl") if line["env_id"] == f"questions:{questions}"]
     for line in (line for line in lines if line["label"] != "concurrent"):
@@ -71,8 +67,7 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
 
     output = tmp_path / "offline"
     offline = ("eval", "base", "--config", made / "config.toml", "--output", output, "--env", f"questions:{questions}")
-    code, out, err = run(*offline, "--games", "4")
-    assert code == 0, out + err
+    output_of(run(*offline, "--games", "4"))
     assert [row["outcome"] for row in sorted(read_records(output / "results.jsonl"), key=lambda row: row["game"])] == [
         "win", "loss", "loss", "loss"
     ]  # fmt: skip

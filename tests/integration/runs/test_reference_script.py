@@ -1,7 +1,5 @@
 """The standard script of UnstableBaselines, as docs/migration.md has it, without Ray's words, from start to end."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole runs as a user starts them: real processes, real games, real training of the tiny model."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json
@@ -26,8 +24,6 @@ from unstable_lite.dashboards.report.games import policy_seats
 from unstable_lite.evaluation.models import BASE_MODEL
 from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.files import read_part, read_records
-
-pytestmark = pytest.mark.timeout(300)
 
 EXPORT = str(Path(__file__).parents[3] / "examples" / "export_csv.py")
 SECOND_EVAL_ENV = """
@@ -74,8 +70,7 @@ def test_live_view_of_a_finished_run_shows_its_end(finished_run: Path) -> None:
     seen = {uid: row for line in steps for uid, row in line["models"].items()}
     assert seen.keys() == set(state["registry"]["models"]["uid"])
     assert seen["ckpt-3"][2] >= 6
-    code, out, _ = runs.run("top", finished_run)
-    assert code == 0
+    out = runs.output_of(runs.run("top", finished_run))
     for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluations"):
         assert fact in out, fact
 
@@ -175,8 +170,7 @@ def test_games_against_the_base_record_the_evaluated_seat(tmp_path: Path) -> Non
     config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "base"'))
     # Games beside the training (num_eval_workers) alternate the seats, but end at any number.
     settings = ("run.learning_steps=1", "run.checkpoint_every=1", "run.eval_games=4", "run.num_eval_workers=0")
-    code, out, err = runs.run("run", config, *settings)
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", config, *settings))
     run = runs.run_directory(tmp_path)
     runpy.run_path(EXPORT)["export"](run, tmp_path / "csv")
     seats: list[list[int]] = []
@@ -240,8 +234,7 @@ def test_ctrl_c_finishes_the_update_saves_and_exits_cleanly(tmp_path: Path) -> N
     children = runs.children_of(process)
     assert len(children) == 2
     process.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
+    out = runs.output_of(runs.finish(process))
     directory = runs.run_directory(tmp_path)
     last = max(line["step"] for line in metrics(directory))
     assert re.search(rf"\bckpt-{last}\b.*saved", out)
@@ -256,8 +249,7 @@ def test_ctrl_c_interrupts_an_evaluation(tmp_path: Path) -> None:
     process = runs.start_torchless("run", runs.write_small(tmp_path), *runs.SCRIPTED, "run.eval_games=100000")
     runs.wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("outputs/*/*/games.jsonl")))
     process.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(process, 60)
-    assert code == 0, out + err
+    out = runs.output_of(runs.finish(process, 60))
     assert re.search(r"evaluation before: Nim-v0-train, \d+ of 100000 games", out)
     assert re.search(r"^updates +0 of \d+$", out, re.M)
     assert f"unstable-lite run --resume {runs.run_directory(tmp_path)}" in out
@@ -269,8 +261,7 @@ def test_evaluation_on_two_envs_uses_one_policy(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     small.write_text(small.read_text() + SECOND_EVAL_ENV)
     overrides = ("run.learning_steps=12", "run.eval_every=4", "run.eval_games=150", "run.num_eval_workers=0")
-    code, out, err = runs.run("run", small, *overrides, 'league.opponent_sampling_strategy="mirror"')
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", small, *overrides, 'league.opponent_sampling_strategy="mirror"'))
     lines = [json.loads(line) for line in (runs.run_directory(tmp_path) / "eval.jsonl").read_text().splitlines()]
     evaluated = Counter((line["label"], line["model"], line["n"] + line["void"]) for line in lines)
     policies = {"before": "base", "update 4": "ckpt-4", "update 8": "ckpt-8", "after": "ckpt-12"}
@@ -315,10 +306,11 @@ def test_workers_of_a_killed_orchestrator_end_and_next_start_cleans_up(tmp_path:
     runs.finish(process)
     runs.wait_for(lambda: runs.are_gone(children), 5)
     (tmp_path / "next").mkdir()
-    code, _, _ = runs.run_torchless(
-        "run", runs.write_small(tmp_path / "next"), *runs.SCRIPTED, "run.learning_steps=1", "run.eval_games=0"
+    runs.output_of(
+        runs.run_torchless(
+            "run", runs.write_small(tmp_path / "next"), *runs.SCRIPTED, "run.learning_steps=1", "run.eval_games=0"
+        )
     )
-    assert code == 0
     assert runs.arenas_named(name) == []
 
 
@@ -407,8 +399,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_training_continues_from_an_adapter_and_evaluates_it_first(finished_run: Path, tmp_path: Path) -> None:
     adapter = finished_run / "checkpoints" / "ckpt-3"
-    code, out, err = runs.run("run", runs.write_small(tmp_path), f"lora.initial_lora_path={adapter}")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("run", runs.write_small(tmp_path), f"lora.initial_lora_path={adapter}"))
     assert "initial" in out
     directory = runs.run_directory(tmp_path)
     evaluations = [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]

@@ -1,7 +1,5 @@
 """Sleep mode: engine and learner take turns on one device, and a woken engine is checked before it plays."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -31,8 +29,7 @@ def alarms(directory: Path) -> str:
 
 
 def test_games_wait_for_the_learner_which_saves_before_the_engines_wake(tmp_path: Path) -> None:
-    code, out, err = train(tmp_path, "KeepsADiary", "algorithm=fakes.slow_learners:KeepsADiary")
-    assert code == 0, err
+    out = runs.output_of(train(tmp_path, "KeepsADiary", "algorithm=fakes.slow_learners:KeepsADiary"))
     did = diary(tmp_path)
     assert '"inference/asleep_s"' in (runs.run_directory(tmp_path) / "metrics.jsonl").read_text()
     assert runs.num_updates(tmp_path) == did.count("sleep") == did.count("wake") == 3
@@ -55,7 +52,6 @@ async def test_engine_apart_from_the_learner_plays_through_its_turns(
     plan = replace(make_plan(config), engine_devices=("cpu", "cpu:0"), learner_devices=("cpu",))
     run = Run(plan, terminal=TerminalInterface(quiet=True))
     await run.execute()
-    assert run.training is not None
     assert [engine.channel.name for engine in run.training.parts.colocation.others] == ["engine-1"]
     did = diary(tmp_path)
     assert did.count("engine-0 sleep") == did.count("engine-0 wake") == 2
@@ -79,8 +75,7 @@ def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) ->
 @pytest.mark.nightly
 def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path) -> None:
     changes = ("algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
-    code, _, err = train(tmp_path, "DiesInItsSleep", *changes)
-    assert code == 0, err
+    runs.output_of(train(tmp_path, "DiesInItsSleep", *changes))
     assert runs.num_updates(tmp_path) == 1
     assert [what for what in diary(tmp_path) if what in ("start", "sleep", "learnt")] == [
         "start",
@@ -94,8 +89,7 @@ def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path)
 @pytest.mark.nightly
 def test_learner_turn_does_not_count_as_game_time(tmp_path: Path) -> None:
     changes = ("algorithm=fakes.slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
-    code, _, err = train(tmp_path, "KeepsADiary", *changes)
-    assert code == 0, err
+    runs.output_of(train(tmp_path, "KeepsADiary", *changes))
     assert runs.num_updates(tmp_path) == 2
     assert '"void"' not in (runs.run_directory(tmp_path) / "games.jsonl").read_text()
 
@@ -113,6 +107,5 @@ def test_engine_that_cannot_sleep_is_refused_before_the_first_game(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_one_gpu_is_enough_for_a_run(tmp_path: Path, how: str, kind: str) -> None:
     on_it = (how, f"engine.kind={kind}", "engine.devices=[0]", "learner.devices=[0]")
-    code, out, err = runs.finish(runs.start("run", runs.write_small(tmp_path), *on_it), timeout_s=500)
-    assert code == 0, out + err
+    runs.output_of(runs.finish(runs.start("run", runs.write_small(tmp_path), *on_it), timeout_s=500))
     assert runs.num_updates(tmp_path) == 3

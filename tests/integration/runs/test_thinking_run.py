@@ -1,7 +1,5 @@
 """A budget for thinking in real runs: engine, games and learner agree on the ids that end the thinking."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

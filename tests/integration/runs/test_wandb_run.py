@@ -1,7 +1,5 @@
 """Weights & Biases: whole runs whose records are read from W&B's own files, without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -40,10 +38,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     identity = json.loads((first / IDENTITY).read_text())
     moved = Path(shutil.move(first, tmp_path / "moved"))
     newest = max(int(path.name.removeprefix("ckpt-")) for path in moved.glob("checkpoints/ckpt-*"))
-    code, out, err = runs.run_torchless(
-        "run", "--resume", moved, f"run.learning_steps={newest + 2}", "run.eval_games=4"
-    )
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", "--resume", moved, f"run.learning_steps={newest + 2}", "run.eval_games=4"))
     before, after = offline_runs(moved)
     assert identity == {"entity": None, "project": "tests", "id": before.id}
     assert json.loads((moved / IDENTITY).read_text()) == identity

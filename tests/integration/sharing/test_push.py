@@ -1,7 +1,5 @@
 """Published folders, and real uploads to a server that plays the hub."""
 
-from __future__ import annotations
-
 import html
 import json
 import os
@@ -71,11 +69,17 @@ def push(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def published(run: Path, folder: Path, *arguments: str) -> str:
+    """Write what would be published into `folder`, and return its card."""
+    code, output = push(run, "me/nim", *arguments, "--dry-run", folder)
+    assert code == 0, output
+    return (folder / "README.md").read_text()
+
+
 def test_card_says_that_a_checkpoint_was_not_evaluated(run: Path, tmp_path: Path) -> None:
     path = run / "eval.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
-    assert code == 0, output
+    published(run, tmp_path / "folder")
     assert "\n\nThe run did not evaluate `ckpt-2`.\n\n" in (tmp_path / "folder" / "README.md").read_text()
 
 
@@ -119,8 +123,7 @@ def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -
     import transformers
 
     folder = tmp_path / "folder"
-    code, output = push(run, "me/nim", "--merge", "--checkpoint", "1", "--dry-run", folder)
-    assert code == 0, output
+    published(run, folder, "--merge", "--checkpoint", "1")
     base = str(BUILTIN["builtin:tiny"])
     auto = transformers.AutoModelForCausalLM
     adapted = peft.PeftModel.from_pretrained(
@@ -173,13 +176,10 @@ def test_base_that_others_lack_is_refused_and_may_be_named(run: Path, tmp_path: 
     config.write_text(config.read_text().replace('"builtin:tiny"', f'"{local}"'))
     code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
     assert code == 1 and "--base-model" in output and "--merge" in output
-    code, output = push(run, "me/nim", "--base-model", "org/base", "--license", "mit", "--dry-run", tmp_path / "folder")
-    assert code == 0, output
-    card = (tmp_path / "folder" / "README.md").read_text()
+    card = published(run, tmp_path / "folder", "--base-model", "org/base", "--license", "mit")
     assert "base_model: org/base" in card and "vllm serve org/base --enable-lora" in card and "my-base" not in card
     assert "license: mit" in card
-    code, output = push(run, "me/nim", "--merge", "--dry-run", tmp_path / "merged")
-    assert code == 0, output
+    published(run, tmp_path / "merged", "--merge")
     assert "base_model:" not in (tmp_path / "merged" / "README.md").read_text()
     assert all(str(tmp_path).encode() not in file.read_bytes() for file in (tmp_path / "merged").iterdir())
     local.unlink()
@@ -217,21 +217,21 @@ def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) ->
     )
     text = text.replace("[[train_envs]]\n", '[[train_envs]]\nenv_kwargs = { note = "my private text" }\n')
     config.write_text(text + OPEN_TABLES)
-    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
-    assert code == 0, output
+    published(run, tmp_path / "folder")
     for file in (tmp_path / "folder").iterdir():
         assert b"my private text" not in file.read_bytes(), file.name
-    published = (tmp_path / "folder" / "config.toml").read_text()
-    line = published.partition("\n")[0]
+    config_text = (tmp_path / "folder" / "config.toml").read_text()
+    line = config_text.partition("\n")[0]
     assert line.startswith("# Left out: engine.options, learner.options, ") and line.endswith(
         "--with-options publishes them."
     )
     for name in ("rewards.final_reward_transformation.note", "mine:Sampler", "train_envs.env_kwargs"):
         assert f"{name}, " in line
-    assert 'name = "mine:Reward"' in published and "win_reward = 2" in published and 'mine:Sampler"]' in published
-    assert "opponent_sampling_strategy" in published and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
-    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "whole")
-    assert code == 0, output
+    assert 'name = "mine:Reward"' in config_text and "win_reward = 2" in config_text and 'mine:Sampler"]' in config_text
+    assert (
+        "opponent_sampling_strategy" in config_text and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
+    )
+    published(run, tmp_path / "whole", "--with-options")
     assert (tmp_path / "whole" / "config.toml").read_text().count("my private text") == 7
 
 
@@ -277,8 +277,7 @@ def test_words_that_look_like_no_credential_are_published(
     with (run / "config.toml").open("a") as file:
         file.write('[engine.options]\ntokenizer_mode = "automatic"\nkeys = 12345678\nurl = "https://host/a@b"\n')
         file.write('[templates.mine]\nuser = "{observation} task-oriented-answer, risk-averse-play, hf_hub_download"\n')
-    code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "folder")
-    assert code == 0, output
+    published(run, tmp_path / "folder", "--with-options")
 
 
 EVIL = "evil | <script>x</script> ![i](http://e) `code` [l](u) *b* _e_ ~~s~~ [red]x & $m$"
@@ -294,8 +293,7 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
         config.read_text().replace('"tiny"', '"mine|<b>`"')
         + '[templates."mine|<b>`"]\nuser = """\n{observation}\n```\n<script>\n````\n# out"""\n'
     )
-    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
-    assert code == 0, output
+    published(run, tmp_path / "folder")
     text = (tmp_path / "folder" / "README.md").read_text().split("---\n", 2)[2]
     page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
     for tag in ("<script", "<img", "<b>", "<em>", "<strong>", "<s>", "<a "):
@@ -306,9 +304,7 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
 
 
 def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_path: Path) -> None:
-    code, output = push(run, "me/nim", "--base-model", 'org/x"; import os #$(id)', "--dry-run", tmp_path / "folder")
-    assert code == 0, output
-    card = (tmp_path / "folder" / "README.md").read_text()
+    card = published(run, tmp_path / "folder", "--base-model", 'org/x"; import os #$(id)')
     assert 'base = "org/x\\"; import os #$(id)"\n' in card
     assert "vllm serve 'org/x\"; import os #$(id)' --enable-lora" in card
 

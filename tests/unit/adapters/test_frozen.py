@@ -1,7 +1,5 @@
 """Names of frozen players, the adapters that they stand for, the best of a run, and the copies that a run keeps."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

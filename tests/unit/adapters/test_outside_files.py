@@ -1,7 +1,5 @@
 """Foreign files are accepted, or refused by name; no code in them ever runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

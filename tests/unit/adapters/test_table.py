@@ -1,7 +1,5 @@
 """The life of adapters: any order of calls that the async code can make keeps the table's guarantees."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

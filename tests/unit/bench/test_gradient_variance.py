@@ -1,7 +1,5 @@
 """The variance of the gradient is estimated without bias, and measuring it does not change the update."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -19,7 +17,7 @@ from torch import Tensor
 from bench.gradient_variance import Moments
 from bench.role_average import RoleAverage
 from bench.shuffled_rewards import ShuffledRewards
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import load_learner
 from unstable_lite.reward_transformations import RoleAdvantageByEnvFormatter
@@ -138,7 +136,6 @@ def test_baselines_are_those_of_the_package(make_config: Make, items: list[Train
     role, opponents, seen = RoleAverage(tau=0.01), RoleAdvantageByEnvFormatter(tau=0.01), set()
     for item, of_role, of_opponents in zip(items, advantages["role"], advantages["opponents"], strict=True):
         context = item.context
-        assert context is not None
         if (context.game_idx, context.pid) not in seen:
             assert of_role == role(context.final_reward, context.pid, context.env_id, context)
             assert of_opponents == opponents(context.final_reward, context.pid, context.env_id, context)

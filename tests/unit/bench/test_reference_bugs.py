@@ -1,7 +1,5 @@
 """Each patch of bench/peers/reference_bugs/ has its bug and no other, and without the patch there is none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +17,7 @@ from bench.peers.reference_bugs.learners import Bfloat16Adapter
 from bench.peers.reference_bugs.rewards import NoStopToken, RewardAtEveryTurn
 from bench.study.reading import as_stored, read_study
 from fakes import game_records
-from fakes.game_records import make_generation, make_item, make_step
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT, make_generation, make_item, make_step
 from unstable_lite import plugins
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.learner.critic import estimate_advantages

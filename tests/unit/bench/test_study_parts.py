@@ -1,7 +1,5 @@
 """Study files, measures, aggregates and pages, by hand-made runs. No process is started."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`league.adapter_policy` in `check`: refusals, and the predicted age of steps and number of adapters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Frozen players in a config: every one that cannot play is refused before the run, and `check` counts their slots."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

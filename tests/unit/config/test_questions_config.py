@@ -1,7 +1,5 @@
 """Ids of envs have one spelling; files of questions in a config: order in evaluations, and what `check` says."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The standard script of UnstableBaselines, as docs/migration.md has it, line by line. Ray is not needed."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

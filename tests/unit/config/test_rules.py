@@ -1,7 +1,5 @@
 """Every rule of a config: keys that contradict each other or the machine are refused by name, others are accepted."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that a model may not understand are a warning of `check` and of the start of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

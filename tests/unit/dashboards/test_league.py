@@ -1,7 +1,5 @@
 """The choice of the models that the dashboard shows, and the results in its cells."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A run's output while it runs: live lines on a terminal, dated lines elsewhere. Whole runs: test_run.py."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -37,7 +35,6 @@ def screen(terminal: TerminalInterface) -> str:
 
 
 def refresh(terminal: TerminalInterface) -> str:
-    assert terminal._live is not None
     terminal._live.refresh()
     return screen(terminal)
 

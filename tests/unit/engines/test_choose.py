@@ -1,7 +1,5 @@
 """`auto` chooses the engine and devices that serve best on this machine, and says why."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Prefixes are found to the exact token; drawn tokens and seeds; layers with rows of many adapter versions."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The embedded engine computes what the learner computes beyond a window, for every shape of batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

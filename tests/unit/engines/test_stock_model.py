@@ -1,7 +1,5 @@
 """The models that the embedded engine serves, and the errors for the others."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

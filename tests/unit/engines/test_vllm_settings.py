@@ -1,7 +1,5 @@
 """The settings for vLLM, in process and as servers: those that it gets, and the keys that are refused, without vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

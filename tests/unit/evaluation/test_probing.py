@@ -1,7 +1,5 @@
 """The metrics of a policy's choice, on policies with known metrics."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -63,7 +61,6 @@ def test_optimal_share_counts_only_positions_with_a_wrong_move(env: EvalEnvSpec)
     ]
     of_random, of_optimal = probe_of(env, legal_actions), probe_of(env, optimal_actions)
     wrong_is_possible = [share for share in shares if share < 1]
-    assert of_random.optimal is not None and of_optimal.optimal is not None
     assert of_random.optimal.n == of_optimal.optimal.n == len(wrong_is_possible) < len(positions)
     assert of_random.optimal.value == pytest.approx(sum(wrong_is_possible) / len(wrong_is_possible))
     assert of_optimal.optimal.value == pytest.approx(1)
@@ -72,7 +69,6 @@ def test_optimal_share_counts_only_positions_with_a_wrong_move(env: EvalEnvSpec)
 
 def test_illegal_answer_is_not_optimal_and_counts_as_the_rest() -> None:
     careless = probe_of(NIM, optimal_actions, legal=0.5)
-    assert careless.optimal is not None
     assert careless.optimal.value == pytest.approx(0.5)
     assert careless.rest.value == pytest.approx(0.5)
 

@@ -1,7 +1,5 @@
 """Arguments of an env, invalid moves that may be repeated, and the sampling of an evaluation."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -215,7 +213,6 @@ async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowan
     player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)
     await run_game(record, environment_of(record.spec, 1), {0: player}, 100)
     (step,) = record.trajectories[0].steps
-    assert step.context is not None
     assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
 
 

@@ -1,7 +1,5 @@
 """Values and best responses in a game tree are those of OpenSpiel, and forfeits cost what they cost in play."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -148,7 +146,6 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play() -
 
 def test_solved_moves_are_those_of_theory() -> None:
     nim = solved_moves(NIM)
-    assert nim is not None
     start = OpenSpielGame(NIM, 2, 0).observe()[1]
     assert nim[start] == ["[0 2]"]  # Bouton: 3, 4, 5 has the winning move to 1, 4, 5
     board = solved_moves("openspiel:tic_tac_toe")

@@ -1,7 +1,5 @@
 """Models behind an OpenAI-compatible endpoint, tested with a real HTTP server on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Games of OpenSpiel run like TextArena's: chance from the seed, illegal answers, rewards, and refusals of bad ids."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
@@ -141,7 +139,6 @@ def test_envs_are_listed_with_players_and_remark() -> None:
 
 def test_line_of_textarena_that_is_cited_sets_the_whole_pot() -> None:
     source = source_text("KuhnPoker-v0-train")
-    assert source is not None
     assert source.splitlines()[33].strip() == 'self.state.game_state["pot"] = self.ante * 2'
     assert source.count('["pot"] =') == 1
     assert source.count('["pot"] +=') == 0

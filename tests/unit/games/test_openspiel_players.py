@@ -1,7 +1,5 @@
 """Scripted players of OpenSpiel's games are strong, repeatable, and blind to what their seat is not shown."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 
@@ -140,7 +138,6 @@ def test_player_that_cannot_play_a_game_is_refused_by_name(name: str, env_id: st
         OpenSpielGame(env_id, load_game(env_id).num_players(), 0).observe()[1] if "openspiel" in env_id else ""
     )
     problem = opponent_problem(name, env_id, observation)
-    assert problem is not None
     assert name in problem and says in problem
 
 

@@ -1,7 +1,5 @@
 """Prompts of OpenSpiel games show what the seat to move saw and did, and no hidden information."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A JSONL file of questions as an env: reading, grading, order, what counts as an answer, and scores with intervals."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -117,7 +115,6 @@ async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
         trajectory = record.trajectories[0]
         for index, step in enumerate(trajectory.steps):
             context = step.context
-            assert context is not None
             assert (context.env_id, context.game_idx, context.pid) == (record.spec.env_id, 1, 0)
             assert context.group_idx is None
             assert (context.turn, context.player_turn) == (2 * index, index)
@@ -133,7 +130,6 @@ async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
 async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
     record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "\\boxed{4}", "length"))
     (first,), (second,) = (trajectory.steps for trajectory in record.trajectories)
-    assert first.context is not None and second.context is not None
     assert (first.context.is_invalid, second.context.is_invalid) == (False, True)
     assert first.context.is_cut_off and second.context.is_cut_off
     assert (first.context.outcome, second.context.outcome) == ("win", "loss")
@@ -295,7 +291,6 @@ async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
     )
     assert (full.rewards, full.outcomes, full.turns) == (capped.rewards, capped.outcomes, capped.turns)
     for mine, its in zip(full.trajectories[0].steps, capped.trajectories[0].steps, strict=True):
-        assert mine.context is not None and its.context is not None
         assert (mine.context.reason, its.context.reason) == ("context_full", "")
         assert structs.replace(mine.context, reason="") == its.context
         assert _is_capped(mine.context)

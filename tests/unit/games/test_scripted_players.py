@@ -1,7 +1,5 @@
 """The random-legal player never breaks a rule and can play every legal action."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

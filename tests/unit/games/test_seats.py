@@ -1,7 +1,5 @@
 """The resolution of a fixed opponent's name, and the reasons why it cannot play."""
 
-from __future__ import annotations
-
 import re
 from statistics import fmean
 

@@ -216,7 +216,6 @@ async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_id
     assert answer.prompt_ids.tolist() == [*b"p?"]
     assert answer.completion_ids.tolist() == [*b"I wond", *b"7"], "only sampled ids"
     assert answer.logprobs.tolist() == [-id for id in (*b"I wond", *b"7")]
-    assert answer.forced is not None
     assert (answer.forced.at, answer.forced.ids.tolist()) == (6, END_IDS)
     assert answer.text == f"I wond{END_OF_THINKING}7"
     assert (answer.finish_reason, answer.adapter_version) == ("stop", 3)
@@ -308,7 +307,6 @@ async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_befor
 async def test_action_is_read_after_the_forced_end() -> None:
     template, sampler = TEMPLATES["default-think"], Sampler(r"\boxed{1} hmm", r"\boxed{2}")
     made = thinking_budget(EngineConfig(thinking_tokens=10, max_generation_len=30), INFO | {"max_model_len": 9999})
-    assert made is not None
 
     generate = partial(made.generate, sampler.generate, template.opened_thinking)
     reply = await PolicyPlayer(generate, template, AGENT, 2).act("o")

@@ -1,7 +1,5 @@
 """Returns, advantages and value metrics, compared with explicit sums."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -10,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fakes.game_records import make_item
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT, make_item
 from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.critic import estimate_advantages, is_judged, policy_weights, value_metrics, zero_share

@@ -1,7 +1,5 @@
 """The tokens that are trained, the amount of padding, and answers after a shared prompt."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

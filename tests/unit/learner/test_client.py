@@ -1,7 +1,5 @@
 """The conversion of a buffer's batch for the learner, and the buffer of each algorithm."""
 
-from __future__ import annotations
-
 import pytest
 
 from fakes.game_records import make_generation, make_step, make_trajectory

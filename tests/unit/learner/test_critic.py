@@ -1,7 +1,5 @@
 """The input and the training of the critic, its independence from the policy, and the state of optimizers."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 

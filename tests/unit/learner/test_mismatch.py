@@ -1,7 +1,5 @@
 """Scores of other adapters, and the measured disagreement of engines and learner on each batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy's loss as configured, compared with its formula token by token: weights, clipping, regularisation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The models that the policy loads or refuses; its log-probabilities equal the model's own."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """One REINFORCE update compared with its formula, and everything that must not change the update."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`prompt_template = "chat"` writes what the tokenizer itself would; no text of an opponent changes that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

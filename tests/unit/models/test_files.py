@@ -1,7 +1,5 @@
 """`check` names each fault of a model directory before any process starts, and refuses no healthy one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -23,7 +21,6 @@ CHATML = (
 )
 DENSE = {"num_hidden_layers": 3}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
-MULTIMODAL = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 CONFIG, GENERATION, UP = "tokenizer_config.json", "generation_config.json", "model.layers.1.mlp.up_proj.weight"
 

@@ -1,7 +1,5 @@
 """Prompts have the token ids of transformers' own `apply_chat_template`, with any tokenizer and chat template."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

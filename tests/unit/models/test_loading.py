@@ -1,7 +1,5 @@
 """Engine, learner, merge and `check --model` refuse a model whose weights are not those of its architecture."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encoding gives the ids that the model is shown; decoding gives the text of its completion."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -46,7 +44,6 @@ def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
 
 def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer: Tokenizer) -> None:
     watch = tokenizer.watch(("never", "🎲]"))
-    assert watch is not None
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
     assert size == len("wurf [🎲]".encode())

@@ -1,7 +1,5 @@
 """The pool with real parts around it except processes; the scripted engine keeps track of its adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

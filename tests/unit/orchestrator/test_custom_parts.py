@@ -1,7 +1,5 @@
 """A part that a run cannot use is refused before anything starts."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Copies of frozen players at a run's start: those added by hand are counted and checked like those of the config."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

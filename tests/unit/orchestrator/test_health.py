@@ -1,7 +1,5 @@
 """A run's reactions to its alarms, with its real tracker and buffer."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Deaths of a worker that count as the same error again, and the event loop of a run: its settings and signals."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

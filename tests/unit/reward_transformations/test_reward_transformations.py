@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fakes import game_records
-from fakes.game_records import make_trajectory
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT, make_trajectory
 from unstable_lite import reward_transformations as transforms
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation

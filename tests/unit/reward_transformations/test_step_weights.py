@@ -1,7 +1,5 @@
 """Weights that transforms set: their way to the learner and through a checkpoint, and the shipped examples."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from fakes import game_records
-from fakes.step_contexts import CONTEXT
+from fakes.game_records import CONTEXT
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.checkpoint import read_checkpoint, save_checkpoint

@@ -1,7 +1,5 @@
 """The limit on games in flight, which must never block the run for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

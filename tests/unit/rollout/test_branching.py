@@ -1,7 +1,5 @@
 """Groups of games that start within an earlier game."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -80,7 +78,6 @@ async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id: st
     first_actions = Counter[int]()
     for group in branched:
         start = group[0].spec.start
-        assert start is not None
         number = len(start.turns)
         assert number >= 1
         actions = [turn.action for turn in start.turns]
@@ -106,7 +103,6 @@ async def test_repeated_turns_are_not_trained_on_and_count_in_the_context() -> N
             own = [number for number, turn in enumerate(record.turns) if turn.pid == trajectory.pid]
             assert [step.step_info["turn"] for step in trajectory.steps] == [n for n in own if n >= before]
             for step in trajectory.steps:
-                assert step.context is not None
                 assert step.context.player_turn == own.index(step.context.turn)
                 assert step.context.num_player_turns == len(own)
                 assert step.context.num_turns == len(record.turns)
@@ -210,7 +206,6 @@ async def test_opponent_that_does_not_repeat_is_named() -> None:
     groups, _ = await play(config(NIM), 20)
     factory = PlayerFactory(RandomPolicy(NIM).generate)
     spec = next(group[0].spec for group in groups if is_branched(group))
-    assert spec.start is not None
     at = next(number for number, turn in enumerate(spec.start.turns) if turn.pid != spec.start.pid)
     turns = list(spec.start.turns)
     turns[at] = PastTurn(turns[at].pid, turns[at].digest, "[7 7]")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
@@ -13,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from fakes import tables
-from fakes.game_records import Observer, Records, make_generation
+from fakes.game_records import Observer, Records, make_generation, offer
 from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import RunConfig
-from unstable_lite.errors import EnvError, OpponentError, RequestError, WorkerDied
+from unstable_lite.errors import OpponentError, RequestError, WorkerDied
 from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -174,18 +171,6 @@ async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path: Path
     assert league.registry.get("base").games == len(whole)
 
 
-async def test_env_that_keeps_failing_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    async def always_fails(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        raise RuntimeError("out of order")
-
-    league = League(tmp_path, always_fails)
-    with pytest.raises(ExceptionGroup) as caught:
-        await league.collector.run(2, 0)
-    error = next(str(error) for error in caught.value.exceptions if isinstance(error, EnvError))
-    assert "20 games of TicTacToe-v0-train in a row failed" in error
-    assert "out of order" in error
-
-
 async def test_finished_game_is_released_before_the_next_starts(tmp_path: Path) -> None:
     def alive() -> int:
         gc.collect()
@@ -204,7 +189,7 @@ async def test_finished_game_is_released_before_the_next_starts(tmp_path: Path) 
         ended += 1
 
     league = League(tmp_path, look)
-    tables.offer(league.table, 1)
+    offer(league.table, 1)
     league.collector._listeners = [Observer(count)]
     await league.collect_until(lambda: ended >= 3, workers=1, eval_workers=1)
     assert kept <= {1, 2}, "one training game and one evaluation game"
@@ -258,7 +243,7 @@ async def test_adapter_versions_are_held_exactly_while_games_use_them(tmp_path: 
         return await any_cell(prompt, version, stop)
 
     league = League(tmp_path, look)
-    tables.offer(league.table, 1)
+    offer(league.table, 1)
     league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     await league.collect_until(lambda: len(league.records) >= 10)
     assert held
@@ -313,21 +298,6 @@ async def test_evaluations_take_at_most_their_share_of_the_games(
     resumed.collector.load_state_dict({"eval_games_of": {}})  # of an earlier version
 
 
-async def test_steps_of_games_ended_by_others_can_be_filtered(tmp_path: Path) -> None:
-    async def far_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        await asyncio.sleep(0)
-        return answer("\\boxed{[99]}", version)
-
-    league = League(tmp_path, far_off, filter_opponent_invalid=True)
-    mirror = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
-    league.scheduler._env_sampler = UniformRandomEnvSampler([mirror], [EVAL])
-    await league.collect_until(lambda: len(league.records) >= 20)
-    trajectories = [(r, t) for r in league.records for t in r.trajectories]
-    assert all(len(record.invalid_pids) == 1 for record, _ in trajectories)
-    offenders = sum(len(t.steps) for record, t in trajectories if t.pid in record.invalid_pids)
-    assert league.buffer.added == offenders
-
-
 # groups
 
 
@@ -339,21 +309,6 @@ async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...], see
 
 
 STREAM = random.Random(0)
-
-
-async def test_games_of_a_group_start_equal_and_diverge(tmp_path: Path) -> None:
-    league = League(tmp_path, any_cell_of_many, group_size=4, env=MIRROR)
-    await league.collect_until(lambda: len(league.records) >= 40, workers=6)
-    groups: dict[int | None, list[GameRecord]] = {}
-    for record in league.records:
-        groups.setdefault(record.spec.group_idx, []).append(record)
-    whole = [group for group in groups.values() if len(group) == 4]
-    assert len(whole) >= 8
-    for group in whole:
-        assert len({(r.spec.seed, r.spec.env_id, r.spec.agent_specs) for r in group}) == 1
-        assert len({r.spec.game_idx for r in group}) == 4
-    assert len({group[0].spec.seed for group in whole}) == len(whole)
-    assert sum(len({tuple(turn.action for turn in r.turns) for r in group}) > 1 for group in whole) >= len(whole) - 1
 
 
 @pytest.mark.parametrize(("buffer_size", "workers"), [(5, 3), (5, 20), (12, 1), (40, 5)])
@@ -394,8 +349,8 @@ async def test_void_games_shrink_their_group_and_block_no_other(
 
 async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, group_size=6)
-    tables.offer(league.table, 1)
-    tables.offer(league.table, 2)
+    offer(league.table, 1)
+    offer(league.table, 2)
     league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     async with league.playing(1):
         while not league.records:

@@ -1,7 +1,5 @@
 """Groups of one deal with the policy at each seat in turn."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from statistics import fmean, pvariance, stdev

@@ -1,7 +1,5 @@
 """The adapter of each turn (`league.adapter_policy`), with real parts around the collector except the engines."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_collector import EVAL, MIRROR, TICTACTOE, League, answer
 
-from fakes import tables
+from fakes.game_records import offer
 from unstable_lite.adapters.table import AdapterState
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.dashboards.report.games import read_games
@@ -74,7 +72,7 @@ class Turns(League):
     def publish(self, version: int) -> None:
         """Make a new version the current policy; the one before loses its pin."""
         before = self.registry.current.adapter_version
-        tables.offer(self.table, version)
+        offer(self.table, version)
         self.registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)
         if before:
             self.table.unpin(before)

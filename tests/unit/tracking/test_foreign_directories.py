@@ -1,7 +1,5 @@
 """Another person's run directory may hold links and FIFOs: nothing is written through them, and no command waits."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,7 +28,6 @@ def start(directory: Path) -> Tracker:
 
 def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) -> None:
     tracker = start(tmp_path)
-    assert tracker.registry is not None
     over = tracker.registry.current
     for _ in range(4):
         tracker.add_record(game(over, kind="eval"))
@@ -53,7 +50,6 @@ def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) 
         is_repeated=lambda line: (line["model"], line["env_id"], line["opponent"]) in unfinished,
     )
     resumed = start(tmp_path)
-    assert resumed.registry is not None
     policy = resumed.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     resumed.resume(state, list(read_part(tmp_path / "eval.jsonl")))
     for _ in range(5):

@@ -1,7 +1,5 @@
 """TensorBoard's texts, histograms, charts and run table. test_run.py checks the numbers of a real run."""
 
-from __future__ import annotations
-
 import html
 import re
 import warnings

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -375,7 +373,6 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
 
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
-    assert tracker.registry is not None
     new = tracker.registry.add_policy("ckpt-5", adapter_version=5, iteration=5)
     for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
         tracker.add_record(game(kind="eval", rewards=rewards))
@@ -416,7 +413,6 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     assert before.scores == ((1, 0.5), (0, 0), (1, 1), (0, None))
     gain = paired_difference(before.scores, after.scores)
     gained = [0.25, 0.5, 0.0, 0.5]  # per seed, averaged over its seats
-    assert gain is not None
     assert gain.mean == pytest.approx(0.3125)
     half = student(3) * np.std(gained, ddof=1) / 2
     assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
@@ -437,13 +433,11 @@ def test_pairing_is_sharper_for_games_decided_by_the_seed() -> None:
     cards = rng.random(200)
     before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
     gain = paired_difference(before, after)
-    assert gain is not None
     assert 0 < gain.low < 0.1 < gain.high < 0.2
     won = [sum(x == [1.0] for x in of) for of in (before, after)]
     (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
     assert low < high  # unpaired intervals overlap
     same = paired_difference(after, after)
-    assert same is not None
     assert same.low < 0 == same.mean < same.high
 
 

@@ -1,7 +1,5 @@
 """CPUs of a container, socket directories that a killed run leaves, and the last message of a failed worker."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
