@@ -98,6 +98,7 @@ class WorkerProcess:
         finally:
             death.cancel()
             up.cancel()
+            up.add_done_callback(lambda up: up.cancelled() or up.exception())  # a death ends both; it is reported once
 
     async def watch(self) -> None:
         """Return when the worker exits after `stop`. Raises WorkerDied if it exits by itself."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,12 +154,21 @@ def resume_with_an_open_evaluation(copy: Path) -> runs.subprocess.Popen[str]:
     return runs.start_torchless("run", "--resume", copy, "run.num_eval_workers=2")
 
 
+def engines_of(process: runs.subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the engines of a command, which for a moment has other children too."""
+    engines = []
+    for child in runs.children_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engines += [child] * ("unstable_lite.engines.worker" in child.cmdline())
+    return engines
+
+
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL], ids=["stop", "death of an engine"])
 def test_interrupted_start_of_a_resume_ends_with_its_reason(copy: Path, signum: int) -> None:
     process = resume_with_an_open_evaluation(copy)
-    runs.wait_for(lambda: runs.children_of(process))
+    runs.wait_for(lambda: engines_of(process))
     children = runs.children_of(process)
-    (children[0] if signum == signal.SIGKILL else process).send_signal(signum)
+    (engines_of(process)[0] if signum == signal.SIGKILL else process).send_signal(signum)
     code, out, err = runs.finish(process, 60)
     if signum == signal.SIGKILL:
         assert code == 1 and "engine-0 was killed by SIGKILL" in err, out + err

@@ -339,13 +339,13 @@ def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, v
         (
             runs.run_torchless,
             'rewards.final_reward_transformation=["fakes.failing_transform:Transform"]',
-            "your code ended the run: KeyError: 0 (failing_transform.py, line 8, in __call__)",
+            "your code ended the run: KeyError: 0 (failing_transform.py, line 6, in __call__)",
             0,
         ),
         pytest.param(
             runs.run,
             "algorithm=fakes.failing_parts:Algorithm",
-            "learner: AttributeError: 'tuple' object has no attribute 'nope' (failing_parts.py, line 14, in update)",
+            "learner: AttributeError: 'tuple' object has no attribute 'nope' (failing_parts.py, line 12, in update)",
             1,
             marks=pytest.mark.nightly,
         ),

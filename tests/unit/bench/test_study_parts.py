@@ -63,7 +63,8 @@ def make_run(checked: Checked, arm: int, seed: int, directory: Path, points: flo
         {"step": step, "time": 1e9 + step, "run/seconds": 7.0 * step, "run/games": 10 * step, "learner/loss": step / 8}
         for step in range(1, 5)
     ]
-    result = {"env_id": ENV, "opponent": "scripted:random", "n": 4, "win_rate": 0.0, "mean_reward": 0.0}
+    result = {"model": "m", "env_id": ENV, "opponent": "scripted:random", "n": 4, "win_rate": 0.0, "mean_reward": 0.0}
+    result |= dict.fromkeys(("wins", "draws", "invalid", "void"), 0) | {"losses": 4, "reward_std": 0.0}
     evaluations = [
         result | {"label": "before", "step": 0, "points": 0.0},
         result | {"label": "after", "step": 4, "points": points},

@@ -126,7 +126,7 @@ ARCHITECTURES = {
     "gemma2-softcap": transformers.Gemma2Config(**SMALL, final_logit_softcapping=2.0),
     "gemma2-attention-softcap": transformers.Gemma2Config(**SMALL, query_pre_attn_scalar=1, attn_logit_softcapping=2.0),
     "granite-scaling": transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
-    "cohere-scale": transformers.CohereConfig(**SMALL, logit_scale=0.3),
+    "cohere-scale": transformers.CohereConfig(**SMALL, eos_token_id=2, logit_scale=0.3),
     "llama-untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
 }
 EXPERTS = {**SMALL, "num_local_experts": 4}
