@@ -182,6 +182,7 @@ def wait_for_handlers(process: runs.subprocess.Popen[str]) -> None:
     """Wait until the first lines of a command, which handle the signals, have run."""
     status, caught = Path(f"/proc/{process.pid}/status"), 0
     while not caught >> (signal.SIGUSR2 - 1) & 1:
+        assert process.poll() is None
         caught = int(re.findall(r"^SigCgt:\s*(\w+)", status.read_text(), re.M)[0], 16)
 
 

@@ -19,6 +19,7 @@ from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
+from unstable_lite.planning.defaults import active_checkpoints
 from unstable_lite.planning.plan import make_plan
 
 TINY = "builtin:tiny"
@@ -154,8 +155,11 @@ def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8, overrides: tu
 
 @pytest.mark.nightly
 def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path) -> None:
-    run = hand_made(tmp_path, write_adapter(tmp_path / "a", fitting(TINY), base=TINY))
+    adapters = [write_adapter(tmp_path / str(n), fitting(TINY, n), base=TINY) for n in range(3)]
+    run = hand_made(tmp_path, *adapters, overrides=("league.opponent_sampling_strategy=random",))
     summary = run.start()
+    slots = active_checkpoints(run.plan.config, 3)
+    assert run.training.parts.pool._size == slots < active_checkpoints(run.plan.config)
     games: list[dict[str, Any]] = list(read_records(summary.directory / "games.jsonl"))
     models = {agent["model"] for game in games if game["kind"] == "train" for agent in game["agents"]}
     assert "rival-0" in models and "fixed-scripted:random" not in models

@@ -57,6 +57,7 @@ def test_n_learning_steps_make_n_measured_updates_and_n_consecutive_versions(fin
             assert line["transport/dropped_frames"] == 0
             assert line["learner/mismatch_tokens"] == line["learner/num_tokens"], "all 24 steps"
             assert 0 < line["learner/mismatch_mean"] < 0.1
+            assert 0 <= line["run/eval_share"] <= 1
 
 
 def test_live_view_of_a_finished_run_shows_its_end(finished_run: Path) -> None:

@@ -88,6 +88,20 @@ def play(env_id: str, seed: int, optimal_pid: int) -> dict[int, float]:
             return rewards
 
 
+@pytest.mark.parametrize(
+    ("env_id", "pid", "games", "least"),
+    [
+        ("TicTacToe-v0", 0, 20, 14),
+        ("TicTacToe-v0-train", 1, 20, 12),
+        ("Nim-v0", 0, 8, 8),
+        ("Nim-v0-large-train", 0, 8, 8),
+    ],
+)
+def test_optimal_play_beats_random_play(env_id: str, pid: int, games: int, least: int) -> None:
+    rewards = [play(env_id, seed, pid)[pid] for seed in range(games)]
+    assert min(rewards) >= 0 and sum(rewards) >= least
+
+
 def nim(*piles: int) -> str:
     return "Current Pile:\n" + "".join(f"  pile {pile}: {size}\n" for pile, size in enumerate(piles))
 

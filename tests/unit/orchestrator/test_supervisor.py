@@ -6,12 +6,13 @@ import itertools
 import os
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from unstable_lite.config.training import RunConfig
-from unstable_lite.errors import WorkerDied
+from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.orchestrator.event_loop import COLLECT_AFTER, handled_signals, run_in_loop
 from unstable_lite.orchestrator.supervisor import Supervisor
 
@@ -50,6 +51,24 @@ def test_death_at_the_same_place_more_than_an_hour_ago_does_not_count(monkeypatc
 )
 def test_second_death_at_the_same_place_ends_the_run(places: list[str], restarts: int) -> None:
     assert deaths_until_the_end(places) == restarts
+
+
+async def test_worker_that_cannot_be_restored_ends_the_run() -> None:
+    async def ready(timeout_s: float) -> None: ...
+
+    async def for_ever(*_: object, **__: object) -> float:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def restore() -> None:
+        raise AdapterError("other weights")
+
+    channel = SimpleNamespace(name="engine-0", is_up=False, wait_for_stall=for_ever)
+    process = cast(Any, SimpleNamespace(channel=channel, ready=ready, watch=for_ever))
+    supervisor = Supervisor(process, RunConfig(), 1.0, 1.0, restore, alarm=lambda text: None)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(supervisor.run(), 10)
+    assert caught.value.subgroup(AdapterError) and not supervisor.restarts
 
 
 async def _collector() -> tuple[int, int]:

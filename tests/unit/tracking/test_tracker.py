@@ -385,6 +385,7 @@ def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: P
     tracker.close()
     base, later = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     counts = {"n": 3, "wins": 2, "draws": 1, "losses": 0, "void": 1, "mean_reward": pytest.approx(2 / 3)}
+    counts |= {"points": pytest.approx(5 / 6), "win_rate": pytest.approx(2 / 3)}
     expected = {"label": "concurrent", "model": "base", "step": 0, **counts}
     assert {key: base[key] for key in expected} == expected
     assert base["interval"] == list(points_interval(2, 1, 0))

@@ -274,7 +274,9 @@ def _in_envelope(content: bytes) -> bytes:
         pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x\xdd\xff\xff\xff\xff"), id="facts of four billion"),
         pytest.param(b"\xdf\xff\xff\xff\xff", id="a table of four billion"),
         pytest.param(b"\xc6\xff\xff\xff\xff", id="four billion bytes"),
-        pytest.param((b"\xdd" + (60_000).to_bytes(4, "big")) * 1000 + b"\xc0" * 60_000, id="lists of lists of lists"),
+        pytest.param(
+            (b"\xdd" + (1_000_000).to_bytes(4, "big")) * 1000 + b"\xc0" * 60_000, id="lists of lists of lists"
+        ),
         pytest.param(b"\x90" * 65_536, id="data after the end"),
         pytest.param(b"", id="nothing"),
     ],
