@@ -14,9 +14,11 @@ def main() -> None:
 
 
 def _end(*_: object) -> None:
-    """End while the modules are imported: nothing is open yet, and an import could swallow an exception."""
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
+    """End the process at once on a signal during the imports, because an import may swallow an exception."""
+    try:
+        os.write(2, b"error: interrupted\n")
+    finally:  # also if the terminal is closed
+        os._exit(130)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,9 @@ class Environment(LocalGame):
             raise EnvError(f"{self.env_id}: get_observation returned {turn!r:.200}, not a player and an observation")
         pid, observation = turn
         if not isinstance(pid, int | np.integer) or not 0 <= pid < self.num_players:
-            raise EnvError(f"{self.env_id}: player {pid!r:.200} is to move, and its {self.num_players} count from 0")
+            raise EnvError(
+                f"{self.env_id}: player {pid!r:.200} is to move, but players are 0 to {self.num_players - 1}"
+            )
         if not isinstance(observation, str):
             raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text; register a wrapper")
         return int(pid), observation

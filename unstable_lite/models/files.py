@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,11 +110,14 @@ def _problems(model: Path, prompts: Iterable[str] | None) -> Iterator[str]:
         return
     text: dict[str, Any] = config.get("text_config") or config
     rows, tensors = None, {}
-    if not config.get("transformers_weights"):
-        tensors = {name: entry for header in shard_headers(model).values() for name, entry in header.items()}
-    if config.get("quantization_config"):
+    is_quantised, are_elsewhere = bool(config.get("quantization_config")), bool(config.get("transformers_weights"))
+    # Quantised weights may be in files of other names and forms, of which transformers or vLLM knows more.
+    with suppress(ModelError) if is_quantised else nullcontext():
+        headers = {} if are_elsewhere else shard_headers(model)
+        tensors = {name: entry for header in headers.values() for name, entry in header.items()}
+    if is_quantised:
         yield from (f"{model}: {problem}" for problem in _scale_problems(tensors))
-    elif tensors:
+    elif not are_elsewhere:
         rows = next((entry.shape[0] for name, entry in tensors.items() if _EMBEDDING.fullmatch(name)), None)
         yield from (f"{model}: {problem}" for problem in _layer_problems(tensors, text))
         if whole := [
@@ -132,7 +136,7 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, kind in _KINDS.items():
         for value in [table[key] for table in (config, text) if isinstance(table, dict) and table.get(key)][:1]:
             if not isinstance(value, kind):
-                yield f"{key} = {value!r} is not {kind.__name__}"
+                yield f"{key} = {value!r} is not of type {kind.__name__}"
                 return
     quantised = config.get("quantization_config") or {}
     method = quantised.get("quant_method")
@@ -246,7 +250,9 @@ def _token_problems(model: Path, rows: int | None, prompts: Iterable[str]) -> It
     if not path.is_file():
         if not [name for pattern in ("tok*", "vocab*", "*.model", "*.tiktoken") for name in model.glob(pattern)]:
             yield f"{model} has no tokenizer; {ADVICE}"
-        elif [*model.glob("*.model")] and importlib.util.find_spec("sentencepiece") is None:
+        elif {*model.glob("*.model")} - {*model.glob("*tiktoken*")} and importlib.util.find_spec(
+            "sentencepiece"
+        ) is None:
             yield f"{model} has no tokenizer.json, and reading its tokenizer.model needs the package sentencepiece"
         return
     table, named = read_tokenizer(path), _special_tokens(model)

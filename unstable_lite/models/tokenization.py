@@ -48,7 +48,7 @@ Not `[0]`, `[rock]` or a run of spaces: a tokenizer made for games may have move
 
 _SAMPLE = """[GAME] "The board" {is} 100 % empty.\n\n  a  <b> & 'c' ä 🎲"""
 """Observation with characters that a chat template may change."""
-_MOVE = "\\boxed{[a B 1 2]}"
+_MOVE = "[a B 1 2]"
 """Answer that any tokenizer must be able to write."""
 _SPELLINGS: tuple[Callable[[str], str], ...] = (
     str,
@@ -197,8 +197,8 @@ class Tokenizer:
         text: str = self._fast.decode(self._fast.encode(_MOVE, add_special_tokens=False).ids)
         if text.strip() != _MOVE:
             raise ModelError(
-                f"{self._path}: its tokenizer writes the answer {_MOVE!r} as {text!r}, so games would get other moves; "
-                "use a tokenizer that keeps a text as it is"
+                f"{self._path}: its tokenizer writes the answer {_MOVE!r} as {text!r}, so games would receive a "
+                "different move; use a tokenizer that keeps a text as it is"
             )
 
     def _lay_out(self, chat: ChatTemplate) -> list[Any]:

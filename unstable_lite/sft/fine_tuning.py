@@ -80,7 +80,7 @@ class FineTuner:
         engine, limit = self._config.engine, self.policy.position_limit
         max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
         first, *_ = self._config.train_envs
-        envs = {env.env_id: env for env in self._config.train_envs}
+        envs = {env.env_id: env for env in reversed(self._config.train_envs)}
         items: list[TrainItem] = []
         left_out: Counter[str] = Counter()
         for pair in pairs:

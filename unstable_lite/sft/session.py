@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import time
 import warnings
@@ -39,6 +40,7 @@ from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.worker_main import last_words
 from unstable_lite.types import BASE, ENV_LOST, GameRecord, GameSpec, ModelRef
 
+log = logging.getLogger(__name__)
 HOW = "sft.json"
 MAX_GAMES = 10_000
 """Most games to play if the filter leaves too few turns."""
@@ -207,7 +209,8 @@ def _train(plan: Plan, pairs: Sequence[Pair], terminal: TerminalInterface) -> tu
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             return FineTuner(plan.config, device if isinstance(device, str) else "cuda:0", show).fine_tune(pairs)
-    except (*MISTAKES, RuntimeError, MemoryError) as error:
+    except (*MISTAKES, ImportError, RuntimeError, MemoryError) as error:
+        log.exception("training failed")
         raise UnstableError(last_words(error).error) from error
     finally:
         progress.stop()

@@ -80,7 +80,7 @@ def mean_interval(mean: float, std: float, n: int, level: float = 0.95) -> tuple
     If all values are equal, other values are rare, not impossible. Then their share is taken as the upper end of
     Wilson's interval, and each is as far off as rewards within [-1, 1], or within the size of these, can be.
     """
-    if std == 0:
+    if std <= 1e-9 * max(1.0, abs(mean)):  # equal but for rounding
         most, largest = wilson_interval(0, n, student(n - 1, level))[1], max(1.0, abs(mean))
         return mean - most * (largest + mean), mean + most * (largest - mean)
     half = student(n - 1, level) * std / math.sqrt(n)

@@ -391,6 +391,8 @@ def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) ->
         f"{group}/checkpoint Win Rate low": [0.366],
         f"{group}/checkpoint Win Rate high": [0.634],
         f"{group}/Points": [0.625],
+        f"{group}/Format Success Rate - invalid_move": [0.5],
+        f"{group}/n (turns)": [100.0],
         f"{group}/concurrent checkpoint n": [20.0],
         f"{group}/concurrent checkpoint Invalid Rate": [0.1],
     }
@@ -408,6 +410,7 @@ def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) ->
         assert point["n"] == n
         assert [point["low"], point["high"]] == pytest.approx(points_interval(count, 0, n - count))
     assert [of["checkpoint Win Rate"][edge] for edge in ("low", "high", "n")] == [0.366, 0.634, 50]
+    assert of["Format Success Rate - invalid_move"]["low"] == pytest.approx(points_interval(50, 0, 50)[0])
     assert [of["Points"][edge] for edge in ("low", "high")] == pytest.approx(points_interval(256, 128, 128))
     assert of["checkpoint Win Rate low"]["low"] is None
 

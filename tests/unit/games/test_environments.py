@@ -88,7 +88,7 @@ def test_observation_must_be_text() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Beyond", "player 2 is to move, and its 2 count from 0"),
+        ("Beyond", "player 2 is to move, but players are 0 to 1"),
         ("Negative", "player -1 is to move"),
         ("Fraction", "player 0.7 is to move"),
         ("Named", "player 'zero' is to move"),

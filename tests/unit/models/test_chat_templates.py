@@ -156,7 +156,7 @@ def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path: Path) -> None:
         (tokenizers.normalizers.Lowercase(), "'<END_OF_TURN>'"),
         (tokenizers.normalizers.Sequence([tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()]), "'<́"),
         (tokenizers.normalizers.Replace("\N{ZERO WIDTH SPACE}", ""), r"'<\\u200b"),
-        (tokenizers.normalizers.Replace("B", "b"), r"writes the answer '.*a B 1 2\]}' as '.*a b 1 2\]}'"),
+        (tokenizers.normalizers.Replace("B", "b"), r"writes the answer '\[a B 1 2\]' as '\[a b 1 2\]'"),
     ],
 )
 def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(

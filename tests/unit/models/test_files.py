@@ -222,7 +222,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "config.json",
         "does not know quant_method = 'magic'",
     ),
-    "quantised by a text": (lambda model: edit(model, quantization_config="fp8"), "config.json", "'fp8' is not dict"),
+    "quantised by a text": (lambda model: edit(model, quantization_config="fp8"), "config.json", "is not of type dict"),
     "8-bit weights without scales": (
         lambda model: [edit(model, quantization_config={"quant_method": "fp8"}), eight_bits(model)],
         UP,

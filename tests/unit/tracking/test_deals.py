@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import scipy.stats
 from fakes.game_records import make_record, make_spec
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
-from unstable_lite.tracking.intervals import points_interval, share_interval, student, wilson_interval
+from unstable_lite.tracking.intervals import mean_interval, points_interval, share_interval, student, wilson_interval
 from unstable_lite.types import UTILITY, GameRecord, ModelRef
 
 MODEL = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
@@ -130,6 +130,8 @@ def test_equal_results_leave_the_interval_a_width() -> None:
     found = evaluation([2.0, -2.0] * 10)
     assert 0 < found.interval[0] < 0.5 < found.interval[1] < 1
     assert found.reward_interval[0] < 0 < found.reward_interval[1]
+    low, high = mean_interval(0.2, stdev([0.3 - 0.1, 0.5 - 0.3]), 2)
+    assert low < -0.5 and high > 0.5, "equal but for rounding"
     won = evaluation([1.0] * 40)
     assert won.interval[1] == 1 and 0.7 < won.interval[0] < wilson_interval(40, 40)[0]
 

@@ -91,6 +91,7 @@ function meanOver(runs, isShare, student) {
     const y = mean((point) => point.y);
     const sd = Math.sqrt(found.reduce((sum, point) => sum + (point.y - y) ** 2, 0) / (found.length - 1));
     const hours = found.some((point) => point.hours === null) ? null : mean((point) => point.hours);
+    if (sd <= 1e-9 * Math.max(1, Math.abs(y))) return { step, hours, y, low: null, high: null, seeds: found.length };
     const half = (student[found.length] * sd) / Math.sqrt(found.length), [least, most] = isShare ? [0, 1] : [-Infinity, Infinity];
     return { step, hours, y, low: Math.max(y - half, least), high: Math.min(y + half, most), seeds: found.length };
   });

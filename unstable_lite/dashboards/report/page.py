@@ -34,7 +34,7 @@ PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
 SHARE = re.compile(
-    r"(Points|Win Rate|Loss Rate|Draw Rate|Format Success Rate|Invalid Rate|share|clipped)( \(.*\))?$"
+    r"(Points|Win Rate|Loss Rate|Draw Rate|Format Success Rate.*|Invalid Rate|share|clipped)( \(.*\))?$"
     r"|^(Draw|Ended by|Truncated|Pct\.)"
 )
 """Metrics that are shares of games or turns; not the edges of their intervals."""
