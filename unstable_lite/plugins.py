@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,11 @@ T = TypeVar("T")
 _PLAIN_TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
 _importing = threading.local()
 """Has `depth`, the number of modules that this thread is importing because a config names them."""
+
+
+def environment_without_keys() -> dict[str, str]:
+    """Return the environment of this process without API keys, which the code of plugins and models does not get."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from unstable_lite.errors import ModelError
+from unstable_lite.plugins import environment_without_keys
 
 SUFFIX = ".gguf"
 STRING, ARRAY = 8, 9
@@ -110,8 +111,7 @@ def run_alone(*arguments: str) -> str:
         errors="replace",
         # As for a worker: it can import the modules that this process can, but gets no API keys.
         # It needs nothing but files of this machine, so it contacts no hub.
-        env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
-        | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
+        env=environment_without_keys() | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
     )
     if process.returncode < 0:
         return f"its process was ended by signal {-process.returncode}; is there enough memory?"

@@ -32,6 +32,7 @@ from unstable_lite.planning.placement import place
 from unstable_lite.planning.plan import Plan, checked_config, plan_workers
 from unstable_lite.planning.rules import training_rules
 from unstable_lite.planning.validation import find_worker_problems, frozen_problems, why_not_seated
+from unstable_lite.plugins import environment_without_keys
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.rollout.collector import play_all
 from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
@@ -196,7 +197,7 @@ def _train(plan: Plan, pairs: Sequence[Pair], terminal: TerminalInterface) -> tu
     """Train in this process, on the learner's first device; a signal raises KeyboardInterrupt."""
     device, progress = plan.learner_devices[0], terminal.of("update")
     os.environ.update(environment([device], plan.learner_threads))  # before torch is loaded
-    for name in [name for name in os.environ if name.endswith("_API_KEY")]:
+    for name in os.environ.keys() - environment_without_keys().keys():
         del os.environ[name]  # a model's own code gets no key, as in a worker
     from unstable_lite.sft.fine_tuning import FineTuner
 

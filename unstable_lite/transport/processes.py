@@ -17,6 +17,7 @@ from typing import Any
 
 from unstable_lite.errors import MEMORY_ADVICE, UnstableError, WorkerDied
 from unstable_lite.files import open_log
+from unstable_lite.plugins import environment_without_keys
 from unstable_lite.transport.messages import Stop
 from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.transport.worker_main import DUMP_STACKS, WorkerSpec
@@ -72,8 +73,7 @@ class WorkerProcess:
                 stderr=log_file,
                 # A worker can import the same modules as its parent, including those beside a script. It gets no API
                 # keys; HF_TOKEN stays, because a gated model needs it.
-                env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
-                | {"PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
+                env=environment_without_keys() | {"PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
                 start_new_session=True,  # the orchestrator handles a Ctrl-C at the terminal
             )
         assert self._process.stdin is not None
