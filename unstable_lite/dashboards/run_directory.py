@@ -24,11 +24,13 @@ from rich import filesize
 from rich.text import Text
 
 from unstable_lite.adapters.store import LOCK, try_lock
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.dashboards.league import League
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import check_links, parsed_line, understood
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
 
 Metrics = dict[str, Any]
@@ -167,6 +169,12 @@ class RunDirectory:
         """Return the evaluations with a quota by update; they overlap and end in any order."""
         with_quota = [line for line in self.lines("eval") if line["label"] != "concurrent"]
         return sorted(with_quota, key=lambda line: line["step"])
+
+    def results(self) -> list[ResultRow]:
+        """Return the result rows, opponents in the order of the run's config."""
+        envs = [EvalEnvSpec.model_construct(**env) for env in self.config.get("eval_envs", ())]
+        evaluations = map(Evaluation.from_json, self.lines("eval"))
+        return result_rows(evaluations, [(env.env_id, env.opponent) for env in envs])
 
     def alarms(self) -> list[str]:
         """Return each alarm once, the oldest first."""

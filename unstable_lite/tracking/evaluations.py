@@ -19,6 +19,7 @@ from unstable_lite.tracking.intervals import (
     Gain,
     mean_interval,
     paired_difference,
+    percent,
     points_interval,
     share_interval,
     wilson_interval,
@@ -85,9 +86,31 @@ class Evaluation:
         return (self.wins + self.draws / 2) / decided if decided else math.nan
 
     @property
+    def is_share(self) -> bool:
+        """Whether the result is a share of the points; else it is a mean reward."""
+        return math.isfinite(self.points)
+
+    @property
+    def value(self) -> float:
+        """Points, or in single-player envs the mean reward; NaN without games."""
+        return self.points if self.is_share else self.mean_reward
+
+    @property
+    def value_text(self) -> str:
+        return "–" if not self.n else percent(self.points) if self.is_share else f"{self.mean_reward:.3f}"
+
+    @property
+    def interval_text(self) -> str:
+        """Text of the 95 % interval, in per cent for points."""
+        low, high = self.interval
+        if not self.n or not math.isfinite(low):
+            return "–"
+        return f"{100 * low:.1f}–{100 * high:.1f}" if self.is_share else f"{low:.3f} to {high:.3f}"
+
+    @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the result: of the points, or in single-player envs of the mean reward."""
-        if not math.isfinite(self.points):
+        if not self.is_share:
             return self.reward_interval
         if deals := self.deals:
             return share_interval(deals)

@@ -1,4 +1,4 @@
-"""Confidence intervals of proportions, points, means and paired differences."""
+"""Confidence intervals of proportions, points, means and differences, and the text of a share."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Gain:
     low: float
     high: float
     seeds: int
+    """Number of seeds; 0 for the difference of two results without common seeds."""
 
 
 def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
@@ -105,6 +106,20 @@ def paired_difference(
     mean = fmean(gained)
     low, high = mean_interval(mean, stdev(gained), len(gained))
     return Gain(mean=mean, low=max(low, -most), high=min(high, most), seeds=len(gained))
+
+
+def unpaired_difference(
+    before: tuple[float, float, float], after: tuple[float, float, float], most: float = math.inf
+) -> Gain:
+    """Compare two independent results, each a mean with its interval, by the hybrid of Newcombe (1998, method 10)."""
+    (old, old_low, old_high), (new, new_low, new_high) = before, after
+    low = new - old - math.hypot(new - new_low, old_high - old)
+    high = new - old + math.hypot(new_high - new, old - old_low)
+    return Gain(mean=new - old, low=max(low, -most), high=min(high, most), seeds=0)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 @lru_cache(maxsize=10_000)

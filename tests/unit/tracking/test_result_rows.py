@@ -1,0 +1,123 @@
+"""Rows of results: order, reference, change and verdict."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.result_rows import ResultRow, result_rows
+
+
+def evaluation(step: int, wins: int, losses: int, opponent: str = "scripted:random", seats: int = 2) -> Evaluation:
+    """Return an evaluation whose wins and losses are spread over deals of `seats` games."""
+    scores = [1.0] * wins + [0.0] * losses
+    return Evaluation(
+        label=f"update {step}" if step else "before",
+        model=f"ckpt-{step}" if step else "base",
+        step=step,
+        env_id="Nim-v0-train",
+        opponent=opponent,
+        n=wins + losses,
+        wins=wins,
+        draws=0,
+        losses=losses,
+        invalid=0,
+        void=0,
+        mean_reward=(wins - losses) / max(wins + losses, 1),
+        reward_std=1.0,
+        scores=tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats)),
+    )
+
+
+def row(*evaluations: Evaluation) -> ResultRow:
+    (only,) = result_rows(evaluations)
+    return only
+
+
+def test_rows_are_in_the_order_of_the_config_and_concurrent_ones_are_last() -> None:
+    ones = [evaluation(0, 5, 5, name) for name in ("scripted:first", "scripted:unknown", "base")]
+    rows = result_rows(
+        [replace(ones[0], label="concurrent"), *ones], [("Nim-v0-train", "base"), ("Nim-v0-train", "scripted:first")]
+    )
+    assert [one.label for one in rows] == ["base", "first", "unknown", "first"]
+    assert [one.is_concurrent for one in rows] == [False, False, False, True]
+
+
+def test_label_names_the_env_only_if_there_are_several() -> None:
+    first = evaluation(0, 5, 5, "scripted:random, greedy")
+    alone = replace(first, env_id="TwentyQuestions-v0", opponent="none, greedy")
+    assert [one.label for one in result_rows([first])] == ["random, greedy"]
+    assert [one.label for one in result_rows([alone])] == ["TwentyQuestions-v0, greedy"]
+    assert [one.label for one in result_rows([first, alone])] == [
+        "Nim-v0-train, random, greedy",
+        "TwentyQuestions-v0, greedy",
+    ]
+
+
+def test_row_goes_from_the_first_update_to_the_newest_in_any_order_of_lines() -> None:
+    found = row(evaluation(85, 60, 40), evaluation(170, 70, 30), evaluation(0, 50, 50), evaluation(255, 0, 0))
+    assert [one.step for one in found.evaluations] == [0, 85, 170]
+    assert found.change_text() == "+20.0"
+    assert found.best.step == 170
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "text"),
+    [
+        (100, 180, "good", "better than before; wins 90 of 100"),
+        (2, 20, "open", "better than before; still loses 90 of 100"),
+        (50, 104, "open", "better than before; about even"),
+        (180, 100, "bad", "worse than before; about even"),
+        (180, 20, "bad", "worse than before; loses 90 of 100"),
+        (180, 181, "open", "no clear change; wins 90 of 100"),
+    ],
+)
+def test_only_a_policy_that_gained_and_wins_more_than_half_is_good(
+    before: int, after: int, verdict: str, text: str
+) -> None:
+    found = row(evaluation(0, before, 200 - before), evaluation(85, after, 200 - after))
+    assert (found.verdict, found.verdict_text) == (verdict, text)
+    assert found.reference_text == "50 %: equal players"
+
+
+@pytest.mark.parametrize("seats", [1, 3])
+def test_games_from_other_than_two_seats_are_compared_with_the_first_value(seats: int) -> None:
+    found = row(evaluation(0, 30, 270, seats=seats), evaluation(85, 90, 210, seats=seats))
+    assert found.reference == 0.1
+    assert found.reference_text == "10.0 % before training"
+    assert (found.verdict, found.verdict_text) == ("good", "better than before")
+
+
+def test_perfect_play_makes_half_of_the_points_the_best_possible() -> None:
+    assert row(evaluation(0, 5, 5, "scripted:optimal, greedy")).reference_text == "50 %: the best possible"
+
+
+def test_single_evaluation_has_no_change() -> None:
+    found = row(evaluation(0, 5, 5))
+    assert (found.change, found.change_text(), found.change_interval_text) == (None, "–", "–")
+    assert (found.verdict, found.verdict_text) == ("open", "one evaluation so far")
+
+
+def test_change_without_common_seeds_has_the_interval_of_two_independent_results() -> None:
+    first, last = (replace(one, scores=()) for one in (evaluation(0, 40, 60), evaluation(85, 60, 40)))
+    change = row(first, last).change
+    assert change is not None and change.seeds == 0
+    half = math.hypot(last.points - last.interval[0], first.interval[1] - first.points)
+    assert change.low == pytest.approx(0.2 - half)
+
+
+def test_reward_of_one_game_has_neither_interval_nor_change_with_one() -> None:
+    alone = replace(evaluation(0, 1, 0), wins=0, mean_reward=0.25, reward_std=math.nan, scores=(), opponent="none")
+    found = row(alone, replace(alone, step=85, mean_reward=0.5))
+    assert [one.value_text for one in found.evaluations] == ["0.250", "0.500"]
+    assert found.newest.interval_text == "–"
+    assert (found.change_text(), found.change_interval_text) == ("+0.250", "–")
+    assert found.verdict == "open"
+
+
+def test_share_is_written_once_and_rounded_as_python_rounds() -> None:
+    newest = evaluation(255, 349, 51)
+    assert newest.value_text == "87.2 %"
+    low, high = newest.interval
+    assert newest.interval_text == f"{100 * low:.1f}–{100 * high:.1f}"

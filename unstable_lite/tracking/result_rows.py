@@ -1,0 +1,160 @@
+"""Result rows: how the policy does in each env against each opponent, in numbers and in words, for all views of a run.
+
+Owns the order of opponents, the reference that a result is compared with, and the verdict. Knows no files and no
+layouts: evaluations go in, texts come out.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unstable_lite.config.games import against
+from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.intervals import Gain, unpaired_difference
+
+SCRIPTED = "scripted:"
+OPTIMAL = "scripted:optimal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """The policy in one env against one opponent: its evaluations with games, and what has changed."""
+
+    label: str
+    """Short name: the opponent, or the env if there is none; with the env if the run is evaluated in several."""
+    env_id: str
+    opponent: str
+    """Name in results, with the sampling if the env has its own."""
+    is_concurrent: bool
+    """Whether the games are played while training goes on, without a quota."""
+    evaluations: tuple[Evaluation, ...]
+    """In the order of their updates; at least one."""
+
+    @property
+    def title(self) -> str:
+        """Full name: what is measured, the opponent, and the env."""
+        value = "Points" if self.newest.is_share else "Mean reward"
+        return f"{value}{against(self.opponent)} in {self.env_id}{', while training' * self.is_concurrent}"
+
+    @property
+    def before(self) -> Evaluation:
+        """The first evaluation, which is that of the untrained policy if its update is 0."""
+        return self.evaluations[0]
+
+    @property
+    def newest(self) -> Evaluation:
+        return self.evaluations[-1]
+
+    @property
+    def best(self) -> Evaluation:
+        """The evaluation with the highest value, of equal ones the newest."""
+        return max(self.evaluations, key=lambda one: (one.value, one.step))
+
+    @property
+    def change(self) -> Gain | None:
+        """Change from the first to the newest evaluation; None if they are the same."""
+        return self.change_to(self.newest)
+
+    def change_to(self, later: Evaluation) -> Gain | None:
+        """Return the change from the first evaluation, by pairs of games with the same seed and seat if there are any.
+
+        None for the first evaluation itself.
+        """
+        if later is self.before:
+            return None
+        paired = later.change_since(self.before)
+        return paired or unpaired_difference(
+            (self.before.value, *_known(self.before.interval)),
+            (later.value, *_known(later.interval)),
+            1.0 if later.is_share else math.inf,
+        )
+
+    def change_text(self, later: Evaluation | None = None) -> str:
+        """Return the change to an evaluation, by default the newest: `+25.2` percentage points, or in reward."""
+        gain = self.change_to(later or self.newest)
+        return "–" if gain is None else self._signed(gain.mean)
+
+    @property
+    def change_interval_text(self) -> str:
+        """Text of the 95 % interval of the change: `+19.3 to +31.0`."""
+        gain = self.change
+        return "–" if gain is None or math.isinf(gain.low) else f"{self._signed(gain.low)} to {self._signed(gain.high)}"
+
+    def _signed(self, difference: float) -> str:
+        return f"{100 * difference:+.1f}" if self.newest.is_share else f"{difference:+.3f}"
+
+    @property
+    def is_even(self) -> bool:
+        """Whether two equal players would share the points: two players who have played each deal from both seats."""
+        return self.newest.is_share and bool(self.newest.scores) and all(len(deal) == 2 for deal in self.newest.scores)
+
+    @property
+    def reference(self) -> float:
+        """Value to compare with: half of the points if `is_even`, else the first value."""
+        return 0.5 if self.is_even else self.before.value
+
+    @property
+    def reference_text(self) -> str:
+        if not self.is_even:
+            return f"{self.before.value_text} before training" if not self.before.step else "the first evaluation"
+        return "50 %: the best possible" if self.opponent.startswith(OPTIMAL) else "50 %: equal players"
+
+    @property
+    def verdict(self) -> Literal["good", "bad", "open"]:
+        """Judgement by the 95 % intervals: good only if better than before and better than the reference."""
+        gain = self.change
+        if gain is None or gain.low <= 0:
+            return "bad" if gain is not None and gain.high < 0 else "open"
+        return "good" if self.newest.interval[0] > self.reference else "open"
+
+    @property
+    def verdict_text(self) -> str:
+        """The verdict in words, with what it still lacks."""
+        gain, newest = self.change, self.newest
+        if gain is None:
+            return "one evaluation so far"
+        is_better = gain.low > 0
+        change = "better than before" if is_better else "worse than before" if gain.high < 0 else "no clear change"
+        if not self.is_even:
+            return change
+        low, high = newest.interval
+        if high < 0.5:
+            return f"{change}; {'still ' * is_better}loses {100 * newest.losses / newest.n:.0f} of 100"
+        return f"{change}; wins {100 * newest.wins / newest.n:.0f} of 100" if low > 0.5 else f"{change}; about even"
+
+
+def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, str]] = ()) -> list[ResultRow]:
+    """Return a row for each env and opponent with games.
+
+    order: env and opponent of each eval env of the config, which come first; evaluations while training come last.
+    """
+    found = defaultdict[tuple[bool, str, str], list[Evaluation]](list)
+    for one in evaluations:
+        if one.n:
+            found[one.label == "concurrent", one.env_id, one.opponent].append(one)
+    place = {cell: number for number, cell in enumerate(order)}
+    keys = sorted(found, key=lambda key: (key[0], place.get(key[1:], len(place))))
+    has_envs = len({env_id for _, env_id, _ in keys}) > 1
+    return [
+        ResultRow(
+            label=_label(env_id, opponent, has_envs),
+            env_id=env_id,
+            opponent=opponent,
+            is_concurrent=is_concurrent,
+            evaluations=tuple(sorted(found[is_concurrent, env_id, opponent], key=lambda one: one.step)),
+        )
+        for is_concurrent, env_id, opponent in keys
+    ]
+
+
+def _label(env_id: str, opponent: str, has_envs: bool) -> str:
+    name, _, sampling = opponent.partition(", ")
+    shown = [env_id] * (has_envs or name == "none") + [name.removeprefix(SCRIPTED)] * (name != "none")
+    return ", ".join([*shown, *[sampling] * bool(sampling)])
+
+
+def _known(interval: tuple[float, float]) -> tuple[float, float]:
+    low, high = interval
+    return (low, high) if math.isfinite(low) else (-math.inf, math.inf)
