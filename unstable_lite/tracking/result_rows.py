@@ -20,7 +20,7 @@ OPTIMAL = "scripted:optimal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """The policy in one env against one opponent: its evaluations with games, and what has changed."""
+    """The policy in one env against one opponent: its evaluations with games, and their change."""
 
     label: str
     """Short name: the opponent, or the env if there is none; with the env if the run is evaluated in several."""
@@ -28,13 +28,13 @@ class ResultRow:
     opponent: str
     """Name in results, with the sampling if the env has its own."""
     is_concurrent: bool
-    """Whether the games are played while training goes on, without a quota."""
+    """Whether the games are played during training, without a quota."""
     evaluations: tuple[Evaluation, ...]
-    """In the order of their updates; at least one."""
+    """Evaluations in the order of their updates, at least one."""
 
     @property
     def title(self) -> str:
-        """Full name: what is measured, the opponent, and the env."""
+        """Full name: the value, the opponent, and the env."""
         value = "Points" if self.newest.is_share else "Mean reward"
         return f"{value}{against(self.opponent)} in {self.env_id}{', while training' * self.is_concurrent}"
 
@@ -111,7 +111,7 @@ class ResultRow:
 
     @property
     def verdict_text(self) -> str:
-        """The verdict in words, with what it still lacks."""
+        """Text of the verdict, with the games that are still lost."""
         gain, newest = self.change, self.newest
         if gain is None:
             return "one evaluation so far"
