@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -44,6 +45,22 @@ _ALL = (
     Metric("buffer", "buffer/size", ",.0f", "speed"),
     Metric("too old", "buffer/dropped_stale", ",.0f"),
 )
+TITLES = {
+    "learner/policy_grad_norm": "gradient norm",
+    "learner/importance_weight_mean": "mean importance weight",
+    "learner/importance_weight_clipped": "importance weights cut",
+    "learner/mismatch_mean": "mismatch of engine and learner",
+    "learner/staleness_mean": "mean staleness",
+    "learner/staleness_max": "greatest staleness",
+    "learner/zero_advantage": "steps with zero advantage",
+    "run/tokens_per_s": "tokens a second of the engines",
+    "learner/tokens_per_s": "tokens a second of the learner",
+    "learner/wait_for_batch_s": "wait for a batch (s)",
+    "learner/seconds": "duration of an update (s)",
+    "learner/publish_s": "weight sync (s)",
+    "buffer/size": "steps in the buffer",
+}
+"""Names in words, for a view with more room than a label needs."""
 METRICS = {metric.name: metric for metric in _ALL}
 _OF_ENV = (
     Metric("reward", "collection-{}/reward", "+.2f"),
@@ -55,6 +72,17 @@ _OF_ENV = (
     Metric("turns a game", "collection-{}/Game Length"),
     Metric("tokens a turn", "collection-{}/Response Length (token)"),
 )
+
+
+_SHARE = re.compile(
+    r"(Points|Rate|Rate - \w+|Optimal Moves|invalid move|share|clipped|/clip_fraction|/pct_\w+|learner/zero_advantage)"
+    r"( \(.*\)| low| high)*$|/(Draw|Truncated|Pct\. .*|(repeated|identical)_\w+|value_dir_acc)$"
+)
+
+
+def is_share(name: str) -> bool:
+    """Return whether a metric, or the edge of its interval, is a share between 0 and 1."""
+    return bool(_SHARE.search(name))
 
 
 def metrics_of_env(env_id: str) -> list[Metric]:

@@ -137,6 +137,10 @@ class Evaluation:
         return self.optimal / self.choices if self.choices else math.nan
 
     @property
+    def optimal_text(self) -> str:
+        return f"{self.optimal_share:.0%}" if self.choices else "–"
+
+    @property
     def own_invalid(self) -> str:
         """Number of games that the model ended by an invalid move, with their share if `n` > 0."""
         return f"{self.invalid}" + (f" ({self.invalid / self.n:.1%})" if self.n else "")

@@ -88,6 +88,12 @@ def mean_interval(mean: float, std: float, n: int, level: float = 0.95) -> tuple
     return mean - half, mean + half
 
 
+def seeds_interval(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
+    """Return the t-interval of the mean over at least two seeds, cut at the least and the largest possible value."""
+    low, high = mean_interval(fmean(values), stdev(values), len(values))
+    return max(low, least), min(high, most)
+
+
 def paired_difference(
     before: Sequence[Sequence[float | None]], after: Sequence[Sequence[float | None]], most: float = math.inf
 ) -> Gain | None:

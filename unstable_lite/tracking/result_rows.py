@@ -4,15 +4,18 @@ Owns the order of opponents, the reference that a result is compared with, and t
 layouts: evaluations go in, texts come out.
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
 from typing import Literal
 
 from unstable_lite.config.games import against
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import Gain, unpaired_difference
+from unstable_lite.tracking.intervals import Gain, seeds_interval, unpaired_difference
 
 SCRIPTED = "scripted:"
 OPTIMAL = "scripted:optimal"
@@ -31,6 +34,11 @@ class ResultRow:
     """Whether the games are played during training, without a quota."""
     evaluations: tuple[Evaluation, ...]
     """Evaluations in the order of their updates, at least one."""
+
+    @property
+    def key(self) -> tuple[bool, str, str]:
+        """Place among the rows of other runs: the same env and opponent."""
+        return self.is_concurrent, self.env_id, self.opponent
 
     @property
     def title(self) -> str:
@@ -81,6 +89,12 @@ class ResultRow:
         """Text of the 95 % interval of the change: `+19.3 to +31.0`."""
         gain = self.change
         return "–" if gain is None or math.isinf(gain.low) else f"{self._signed(gain.low)} to {self._signed(gain.high)}"
+
+    def lead_text(self, other: ResultRow) -> str:
+        """Return the difference to the newest value of another run, with its 95 % interval: `+3.2 (-1.0 to +7.5)`."""
+        one, two = ((row.newest.value, *_known(row.newest.interval)) for row in (other, self))
+        lead = unpaired_difference(one, two, 1.0 if self.newest.is_share else math.inf)
+        return f"{self._signed(lead.mean)} ({self._signed(lead.low)} to {self._signed(lead.high)})"
 
     def _signed(self, difference: float) -> str:
         return f"{100 * difference:+.1f}" if self.newest.is_share else f"{difference:+.3f}"
@@ -147,6 +161,55 @@ def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, st
         )
         for is_concurrent, env_id, opponent in keys
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedsEvaluation(Evaluation):
+    """One evaluation of several seeds. They count alike, and the intervals are t-intervals over them."""
+
+    of_seeds: tuple[Evaluation, ...]
+
+    @property
+    def points(self) -> float:
+        return fmean(one.points for one in self.of_seeds)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return seeds_interval([one.value for one in self.of_seeds], *(0.0, 1.0) if self.is_share else ())
+
+    def change_since(self, before: Evaluation) -> Gain | None:
+        assert isinstance(before, SeedsEvaluation)
+        gains = [new.value - old.value for old, new in zip(before.of_seeds, self.of_seeds, strict=True)]
+        low, high = seeds_interval(gains, *(-1.0, 1.0) if self.is_share else ())
+        return Gain(mean=fmean(gains), low=low, high=high, seeds=len(gains))
+
+
+def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
+    """Return the rows of several seeds together, with the updates at which all of them were evaluated.
+
+    A seed with only one evaluation is left out if others have more.
+    """
+    found = defaultdict[tuple[bool, str, str], list[ResultRow]](list)
+    for row in (row for rows in of_seeds for row in rows):
+        found[row.key].append(row)
+    together = []
+    for rows in found.values():
+        seeds = [row for row in rows if len(row.evaluations) > 1] or rows
+        by_update = [{one.step: one for one in row.evaluations} for row in seeds]
+        if len(seeds) == 1:
+            together += seeds
+        elif shared := sorted(set.intersection(*map(set, by_update))):
+            evaluations = tuple(_together([of_seed[update] for of_seed in by_update]) for update in shared)
+            together.append(replace(seeds[0], evaluations=evaluations))
+    return sorted(together, key=lambda row: row.is_concurrent)
+
+
+def _together(evaluations: Sequence[Evaluation]) -> Evaluation:
+    counts = ("n", "wins", "draws", "losses", "invalid", "void", "choices", "optimal")
+    values = {one.name: getattr(evaluations[0], one.name) for one in fields(Evaluation)}
+    values |= {name: sum(getattr(one, name) for one in evaluations) for name in counts}
+    values["mean_reward"] = fmean(one.mean_reward for one in evaluations)
+    return SeedsEvaluation(**values, of_seeds=tuple(evaluations))
 
 
 def _label(env_id: str, opponent: str, has_envs: bool) -> str:

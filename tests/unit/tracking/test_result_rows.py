@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.result_rows import ResultRow, result_rows
+from unstable_lite.tracking.intervals import student
+from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows
 
 
 def evaluation(step: int, wins: int, losses: int, opponent: str = "scripted:random", seats: int = 2) -> Evaluation:
@@ -121,3 +122,47 @@ def test_share_is_written_once_and_rounded_as_python_rounds() -> None:
     assert newest.value_text == "87.2 %"
     low, high = newest.interval
     assert newest.interval_text == f"{100 * low:.1f}–{100 * high:.1f}"
+
+
+def test_seeds_are_compared_at_the_updates_that_all_of_them_reached() -> None:
+    whole = row(evaluation(0, 160, 240), evaluation(20, 200, 200), evaluation(200, 360, 40))
+    killed = row(evaluation(0, 160, 240), evaluation(20, 240, 160))
+    (found,) = seeds_rows([[whole], [killed]])
+    assert [one.step for one in found.evaluations] == [0, 20]
+    assert (found.before.value_text, found.newest.value_text, found.newest.n) == ("40.0 %", "55.0 %", 800)
+    (found,) = seeds_rows([[whole], [row(evaluation(0, 160, 240))]])
+    assert found is whole  # the other has no later result
+    assert seeds_rows([[row(evaluation(0, 1, 1))], [row(evaluation(20, 1, 1))]]) == []
+
+
+@pytest.mark.parametrize("is_share", [True, False], ids=["points", "reward"])
+def test_spread_between_seeds_counts_as_chance(is_share: bool) -> None:
+    def together(*ends: int) -> ResultRow:
+        rows = [row(evaluation(0, 120, 280), evaluation(20, end, 400 - end)) for end in ends]
+        if not is_share:
+            rows = [replace(one, evaluations=tuple(map(as_reward, one.evaluations))) for one in rows]
+        (found,) = seeds_rows([[one] for one in rows])
+        return found
+
+    apart = together(120, 200, 360)  # 400 games each: together they would be conclusive
+    half = student(2) * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
+    assert apart.verdict == "open"
+    assert apart.change is not None
+    assert (apart.change.low, apart.change.high) == pytest.approx(
+        (0.8 / 3 - half, min(0.8 / 3 + half, 1.0 if is_share else math.inf))
+    )
+    assert is_share is (apart.newest.interval[1] == 1.0)
+    alike = together(200, 204, 208)
+    assert alike.change is not None and alike.change.low > 0
+
+
+def as_reward(one: Evaluation) -> Evaluation:
+    """Return the evaluation of an env for one player, with the share of the wins as its mean reward."""
+    return replace(one, wins=0, draws=0, losses=0, mean_reward=one.wins / one.n, scores=(), opponent="none")
+
+
+def test_lead_is_the_difference_of_the_newest_values_of_two_runs() -> None:
+    ahead, behind = (row(evaluation(0, 50, 50), evaluation(85, wins, 100 - wins)) for wins in (90, 70))
+    assert ahead.lead_text(behind).startswith("+20.0 (+")
+    assert behind.lead_text(ahead).startswith("-20.0 (-")
+    assert ahead.lead_text(ahead).startswith("+0.0 (-")
