@@ -24,6 +24,7 @@ from unstable_lite.types import TrainItem
 MakeItems = Callable[..., list[TrainItem]]
 MakeConfig = Callable[..., Config]
 
+pytestmark = pytest.mark.nightly
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
 LEARNER: dict[str, Any] = {
     "max_tokens_per_micro_batch": 60,

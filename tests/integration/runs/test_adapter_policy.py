@@ -20,6 +20,7 @@ from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.tracking.records import train_files
 
+pytestmark = pytest.mark.nightly
 ENV_ID = "fakes.long_games:LongGames-v0"
 VERSIONS = f"collection-{ENV_ID}/Adapter Versions"
 
@@ -117,7 +118,6 @@ async def test_turns_that_use_the_newest_adapter_need_only_two_slots(tmp_path: P
     assert max(map(len, by_game.values())) > 2, "steps of one game were trained on with their own versions"
 
 
-@pytest.mark.nightly
 async def test_engine_that_slept_wakes_with_the_adapters_of_waiting_turns(tmp_path: Path) -> None:
     shared = {"when_shared": "sleep", "devices": ["cpu"]}
     training = Training(config_for(tmp_path, "turn", max_loras=2, engine=shared, learner={"devices": ["cpu"]}))

@@ -4,10 +4,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fakes import runs
 from unstable_lite.adapters.frozen import find_saved
 from unstable_lite.files import read_records
 
+pytestmark = pytest.mark.nightly
 SAMPLINGS = {"scripted:random": None, "scripted:random, greedy": "greedy", "scripted:random, top_p=0.01": "top_p=0.01"}
 """Sampling in games.jsonl by opponent in eval.jsonl."""
 

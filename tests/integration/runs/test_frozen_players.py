@@ -59,6 +59,7 @@ def write_config(directory: Path, evaluated: str, *names: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path) -> None:
     """Digests and canaries pass, an all-zero adapter's too, and each turn bears the id of its player's adapter."""
     other = write_other_run(tmp_path / "other")

@@ -17,6 +17,8 @@ from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.tracking.records import train_files
 
+pytestmark = pytest.mark.nightly
+
 
 def answers(directory: Path, kind: str) -> dict[tuple[int, int, int], tuple[str, dict[str, Any]]]:
     """Return text and tokens of each answer of a policy in training or evaluation, by game, player and turn."""
@@ -78,7 +80,6 @@ def test_share_of_cut_thinking_is_logged_with_its_count(sync_run: Path) -> None:
     assert share > 0 and share == pytest.approx(sum(cut) / len(cut))
 
 
-@pytest.mark.nightly
 def test_engine_that_does_not_complete_given_ids_ends_the_run(tmp_path: Path) -> None:
     kind = "fakes.lying_engines:CompletesThePromptAgain"
     changes = (f"engine.kind={kind}", "engine.thinking_tokens=3", "run.eval_games=0")

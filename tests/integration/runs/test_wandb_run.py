@@ -28,6 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
+@pytest.mark.nightly
 def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     settings = (*runs.SCRIPTED, TO_WANDB, "run.learning_steps=10000", "run.eval_games=0")
     process = runs.start_torchless("run", runs.write_small(tmp_path), *settings)
@@ -52,6 +53,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     assert len(after.values(POINTS)) == 1
 
 
+@pytest.mark.nightly
 def test_run_of_a_sweep_agent_has_its_values_its_id_and_its_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
