@@ -222,6 +222,7 @@ def main() -> None:
 
 def print_summary(summary: Summary) -> None:
     from unstable_lite.dashboards.terminal import as_line, evaluation_tables, key_value_lines, remark_lines
+    from unstable_lite.tracking.displayed_metrics import Totals, duration
 
     out = console()
     for table in evaluation_tables(summary.evaluations):
@@ -231,16 +232,17 @@ def print_summary(summary: Summary) -> None:
     planned = f" of {summary.planned_updates}" * (summary.updates < summary.planned_updates)
     skipped = f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates)
     since = " since the resume" * summary.is_resumed
+    totals = Totals(summary.games, summary.eval_games, summary.void_games, summary.seconds)
     directory = shlex.quote(str(summary.directory))
     dropped, played = summary.dropped_stale_steps, summary.played_steps
     dropped_shown = f"{dropped}" + (f" of {played} ({dropped / played:.1%})" if played else "")
     dropped_shown += f"; most of {summary.most_dropped}" if summary.most_dropped else ""
     rows = [
         ("updates", f"{summary.updates}{planned}{skipped}"),
-        ("games", f"{summary.games}, {summary.void_games} void"),
+        ("games", totals.games_text),
         *[("ended early", text) for text in summary.ended_early],
         ("stale steps dropped", dropped_shown),
-        ("time", f"{summary.seconds:.0f} s{since}, of which training {summary.training_seconds:.0f} s"),
+        ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
         ("run directory", str(summary.directory)),
     ]
     if summary.checkpoint is not None:

@@ -29,6 +29,7 @@ from unstable_lite.dashboards.league import League
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import check_links, parsed_line, understood
 from unstable_lite.planning.trust import CONFIG
+from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
@@ -164,6 +165,14 @@ class RunDirectory:
     def latest(self) -> Metrics:
         lines = self.updates()
         return lines[-1] if lines else {}
+
+    def totals(self) -> Totals:
+        """Return the totals of the whole run: of live.json, which is newer than the newest update's metrics."""
+        played = sum(line["n"] for line in self.lines("eval"))  # runs of before recorded no other number
+        none = {"games": 0, "eval_games": played, "void_games": 0, "seconds": 0.0}
+        known = none | {name.removeprefix("run/"): value for name, value in self.latest().items()} | self.live
+        games, eval_games, void_games = (int(known[name]) for name in ("games", "eval_games", "void_games"))
+        return Totals(games, eval_games, void_games, known["seconds"])
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the evaluations with a quota by update; they overlap and end in any order."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.printable import visible
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector
+from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.tracking.tracker import Tracker
@@ -46,19 +46,21 @@ class Summary:
     updates: int
     skipped_updates: int
     games: int
+    """Number of finished games, of which `eval_games` in evaluations, and `void_games` without a result."""
     void_games: int
     dropped_stale_steps: int
     """Number of steps that became too stale to be trained on."""
     seconds: float
-    """Time since the run was started or resumed."""
+    """Time of the run, without the breaks before it was resumed."""
     training_seconds: float
-    """Time from the first training game to the last update, without start-up and the evaluations around it."""
+    """Time of this start or resume from the first training game to the last update, without the evaluations around."""
     evaluations: tuple[Evaluation, ...]
     alarms: tuple[str, ...]
     checkpoint: Path | None
     """The newest checkpoint."""
     is_resumed: bool = False
-    """Whether the times count from a resume; the other numbers are those of the whole run."""
+    """Whether `training_seconds` counts from a resume; the other numbers are those of the whole run."""
+    eval_games: int = 0
     planned_updates: int = 0
     """Updates that the config asks for; a run that was stopped has made fewer."""
     collapsed: tuple[str, ...] = ()
@@ -199,7 +201,7 @@ class Run:
                 self._terminal.stop()
 
     async def _execute(self) -> Summary:
-        started, checkpoint, say = time.monotonic(), None, self._terminal.say
+        checkpoint, say = None, self._terminal.say
         directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
         self.directory = directory
         say(f"run directory {directory}")
@@ -216,20 +218,19 @@ class Run:
                     self.training = TrainLoop(parts)
                     async with shown_live(parts):
                         await self.training.run()
-            return self._summary(self.training, time.monotonic() - started)
+                        totals = parts.tracker.totals  # as in live.json
+            return self._summary(self.training, totals)
         finally:
             os.close(lock)
 
-    def _summary(self, training: TrainLoop, seconds: float) -> Summary:
+    def _summary(self, training: TrainLoop, totals: Totals) -> Summary:
         parts = training.parts
         return Summary(
             directory=parts.directory,
             updates=training.progress.updates,
             skipped_updates=training.progress.skipped,
-            games=parts.tracker.games_finished,
-            void_games=parts.tracker.void_games,
             dropped_stale_steps=parts.buffer.dropped_stale,
-            seconds=seconds,
+            **totals._asdict(),
             is_resumed=self._resume is not None,
             training_seconds=training.progress.training_seconds,
             evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),

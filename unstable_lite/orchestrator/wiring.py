@@ -80,7 +80,7 @@ INTERFACES: dict[str, tuple[str, ...]] = {
     "terminal": ("start", "stop", "stop_counting", "say", "doing", "show_update"),
     "tracker": (
         "begin_game", "add_record", "add_evaluation", "end_evaluations", "evaluations", "add_train_data", "alarm",
-        "alarms", "log", "log_update", "windows", "latest", "games_finished", "void_games", "ended_early",
+        "alarms", "log", "log_update", "windows", "latest", "games_finished", "totals", "ended_early",
         "state_dict", "resume", "close",
     ),
     "collector": (

@@ -1,4 +1,7 @@
-"""Metrics that a person watches: one table of their labels, formats and meanings, for every view of a run."""
+"""Metrics that a person watches: one table of their labels, formats and meanings, for every view of a run.
+
+Owns also the texts of games and time, which docs/curves.md defines.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,25 @@ _SHARE = re.compile(
 def is_share(name: str) -> bool:
     """Return whether a metric, or the edge of its interval, is a share between 0 and 1."""
     return bool(_SHARE.search(name))
+
+
+class Totals(NamedTuple):
+    """Totals of a run since its start, whose definitions are in docs/curves.md."""
+
+    games: int
+    eval_games: int
+    void_games: int
+    seconds: float
+
+    @property
+    def games_text(self) -> str:
+        return f"{self.games:,}, of which {self.eval_games:,} in evaluations; {self.void_games:,} void"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def metrics_of_env(env_id: str) -> list[Metric]:

@@ -24,6 +24,7 @@ from unstable_lite.errors import Caught
 from unstable_lite.files import AppendFile, RecordLog, to_line
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.rollout.back_pressure import InOrder
+from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.records import Batch, LeagueLog, TrainDataFiles, record_to_json, transcript
 from unstable_lite.tracking.windows import (
@@ -117,7 +118,7 @@ class Tracker:
         """Evaluations with a quota; eval.jsonl has all evaluations."""
         self.registry: ModelRegistry | None = None
         """Registry for league.jsonl and the age of checkpoints."""
-        self.games_finished = self.void_games = self.branched_games = 0
+        self.games_finished = self.eval_games_finished = self.void_games = self.branched_games = 0
         self.ended: Counter[tuple[str, str, str]] = Counter()
         """Number of games whose end has a reason, by env, opponent and reason."""
         self.alarms: list[str] = []
@@ -150,6 +151,11 @@ class Tracker:
         """Number of lines, events and files that could not be written."""
         return self._failures.lost_records
 
+    @property
+    def totals(self) -> Totals:
+        seconds = time.monotonic() - self._started
+        return Totals(self.games_finished, self.eval_games_finished, self.void_games, seconds)
+
     def begin_game(self, spec: GameSpec) -> None:
         """Record that a training game begins; the windows count no later game before it ends."""
         self._ended.begin(spec.game_idx)
@@ -158,6 +164,7 @@ class Tracker:
         """Count a finished game and write it to games.jsonl."""
         self.games_finished += 1
         is_void = record.end == "void"
+        self.eval_games_finished += record.spec.kind == "eval"
         self.void_games += is_void
         if record.reason:
             self.ended[record.spec.env_id, _opponent(record.spec), record.reason] += 1
@@ -222,8 +229,9 @@ class Tracker:
         for env_id, diversity in self._diversity.items():
             everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
         everything |= {
-            "run/seconds": time.monotonic() - self._started,
+            "run/seconds": self.totals.seconds,
             "run/games": self.games_finished,
+            "run/eval_games": self.eval_games_finished,
             "run/void_games": self.void_games,
             **({"run/branched_games": self.branched_games} if self.branched_games else {}),
             "run/alarms": len(self.alarms),
@@ -259,8 +267,9 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "seconds": time.monotonic() - self._started,
+            "seconds": self.totals.seconds,
             "games": self.games_finished,
+            "eval_games": self.eval_games_finished,
             "void_games": self.void_games,
             "branched_games": self.branched_games,
             "ended": [[*key, count] for key, count in self.ended.items()],
@@ -274,6 +283,8 @@ class Tracker:
         """Restore counts and windows. `evaluations`: the lines of eval.jsonl."""
         self._started -= state["seconds"]
         self.games_finished, self.void_games = state["games"], state["void_games"]
+        played = sum(line["n"] for line in evaluations)  # runs of before recorded no other number
+        self.eval_games_finished = state.get("eval_games", played)
         self.branched_games = state.get("branched_games", 0)
         self.ended.update({(env, opponent, reason): count for env, opponent, reason, count in state.get("ended", ())})
         self.alarms = list(state["alarms"])

@@ -23,9 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fakes import runs
 from unstable_lite.config.reading import parse_config
+from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_records
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from unstable_lite.tracking.displayed_metrics import duration
 from unstable_lite.tracking.run_directory import find_damage, replace_config, to_toml
 from unstable_lite.transport import codec
 from unstable_lite.transport.rpc import BUS, make_socket_directory
@@ -88,7 +90,7 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
     shutil.rmtree(temporary)
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
     assert (copy / f"config-{newest}.toml").read_text() == config
-    assert f"ckpt-{newest}" in out and " s since the resume, of which training " in out
+    assert f"ckpt-{newest}" in out and ", of which training since the resume " in out
     updates = updates_of(copy)
     assert [line["step"] for line in updates] == list(range(1, last + 1))
     assert [line["learner/step"] for line in updates] == list(range(1, last + 1))
@@ -98,6 +100,10 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
     league = [json.loads(line) for line in (copy / "league.jsonl").read_text().splitlines()]
     assert sorted({line["step"] for line in league}) == list(range(last + 1))
     assert updates[newest]["run/games"] >= state["tracker"]["games"]
+    run = RunDirectory(copy)
+    run.refresh()
+    assert f"games                {run.totals().games_text}\n" in out
+    assert f"time                 {duration(run.totals().seconds)}, of which training since the resume " in out
     events = EventAccumulator(str(copy / "tensorboard"), {"tensors": 0})  # 0 loads all events
     events.Reload()
     assert [event.step for event in events.Tensors("learner/loss")] == list(range(1, last + 1))

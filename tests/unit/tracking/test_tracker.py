@@ -289,6 +289,24 @@ def shown(evaluations: Sequence[Evaluation]) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
+def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoint(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    for record in (game(), game(kind="eval"), game(kind="eval", end="void")):
+        tracker.add_record(record)
+    assert tracker.totals[:3] == (3, 2, 1)
+    assert tracker.totals._replace(seconds=363.4).games_text == "3, of which 2 in evaluations; 1 void"
+    tracker.log_update(1, {})
+    assert (tracker.latest["run/games"], tracker.latest["run/eval_games"]) == (3, 2)
+    tracker.close()
+    state = tracker.state_dict()
+    for resumed_from, eval_games in ((state, 2), ({key: state[key] for key in state if key != "eval_games"}, 7)):
+        resumed = make_tracker(tmp_path)
+        evaluations = [Tally().evaluation("before", "base", 0, "E", "none").to_json() | {"n": n} for n in (3, 4)]
+        resumed.resume(resumed_from, evaluations)
+        assert resumed.totals[:3] == (3, eval_games, 1), "runs of before have only the evaluations"
+        resumed.close()
+
+
 def test_run_seconds_continue_from_the_checkpoint(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     state = tracker.state_dict()

@@ -26,7 +26,7 @@ from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
-from unstable_lite.tracking.displayed_metrics import METRICS
+from unstable_lite.tracking.displayed_metrics import METRICS, duration
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"number": "{:.3g}".format, "count": "{:,}".format, "against": against, "name": name_of}
-    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "duration": _duration}
+    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "duration": duration}
     sources = f"style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} {_hash(plotly_js)}"
     page = environment.get_template("page.html.jinja").render(
         runs=runs,
@@ -347,9 +347,3 @@ def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
             rows.setdefault((match[1], match[3] or "any"), {})[match[2]] = int(value)
     by_length = sorted(rows, key=lambda row: (row[0], int("0" + re.split(r"\D", row[1])[0])))
     return [(*row, rows[row]) for row in by_length]
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
