@@ -249,7 +249,7 @@ def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
 @pytest.fixture
 def page(shared_page: Page) -> Page:
     """Return the shared page without filters."""
-    shared_page.get_by_role("button", name="Clear").click()
+    shared_page.get_by_role("button", name="Newest").click()
     return shared_page
 
 
@@ -376,8 +376,43 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
 def test_filters_leave_the_games_that_they_name(page: Page, chosen, expected) -> None:
     for name, value in chosen.items():
         page.locator(f"#filters [name={name}]").select_option(value)
-    expect(page.locator("#count")).to_have_text(f"{len(expected)} of 10 games")
-    assert numbers(page) == expected
+    expect(page.locator("#count")).to_have_text(f"{len(expected)} of 10 games, newest first")
+    assert numbers(page) == expected[::-1]
+
+
+@pytest.mark.browser
+def test_newest_lost_evaluation_game_is_open_at_first(tmp_path: Path, open_page: OpenReport) -> None:
+    lost = [game(number, model, kind="eval", **LOST) for number, model in enumerate((BASE, CKPT, CKPT, BASE))]
+    others = [game(number, CKPT, kind="eval") for number in range(4, 200)]
+    page = open_page(write_report([write_run(tmp_path / "run", [*lost, *others])], tmp_path / "report.html").path)
+    expect(page.locator("#game h3")).to_contain_text("Game 2:")
+    expect(page.locator("#page-of")).to_have_text("page 4 of 4")
+    row = page.locator("#list [aria-current=true]")
+    expect(row).to_contain_text("#2 ")
+    assert row.evaluate("(row) => row.offsetTop + row.offsetHeight <= list.scrollTop + list.clientHeight")
+    assert page.evaluate("[scrollY, location.hash]") == [0, ""]
+
+
+@pytest.mark.browser
+def test_presets_and_search_find_games_and_an_empty_list_says_why(page: Page) -> None:
+    for preset, expected in (("Lost", [2, 1]), ("Invalid move", [3, 2]), ("Newest", [*range(9, -1, -1)])):
+        page.get_by_role("button", name=preset, exact=True).click()
+        assert numbers(page) == expected
+        expect(page.locator("#game h3")).to_contain_text(f"Game {expected[0]}:")
+    text, count = page.get_by_label("text"), page.locator("#count")
+    for wanted, expected in (("TURN 2: board of game 7", [7]), ("\u00e9! \U0001f389", [9]), ("#6", [6])):
+        text.fill(wanted)
+        expect(count).to_have_text("1 of 10 games, newest first")
+        assert numbers(page) == expected
+    text.fill("Turn 2: board of game 7")
+    expect(count).to_have_text("1 of 10 games, newest first")
+    page.locator("#list button").click()
+    expect(page.locator(".turnbar [role=status]")).to_contain_text("Turn 3 of 3")  # the first turn with the text
+    page.locator("#filters [name=outcome]").select_option("draw")
+    text.fill("no such board")
+    expect(page.locator("#list")).to_contain_text("No kept game has text “no such board” and outcome “drawn”.")
+    page.get_by_role("button", name="Show all games").click()
+    assert len(numbers(page)) == 10
 
 
 @pytest.mark.browser
@@ -434,12 +469,12 @@ def test_games_can_be_stepped_through_by_clicks_and_keys(page: Page) -> None:
     assert game_pane.locator("details[open] pre").text_content() == prompt
     page.keyboard.press("k")
     expect(status).to_contain_text("Turn 2 of 3")
-    page.keyboard.press("p")
+    page.keyboard.press("n")
     expect(page.locator("#game h3")).to_contain_text("Game 8:")
     page.keyboard.press("Escape")
     assert page.evaluate("document.activeElement.textContent").startswith("#8 ")
     page.keyboard.press("/")
-    assert page.evaluate("document.activeElement.name") == "env"
+    assert page.evaluate("document.activeElement.name") == "text"
     choose(page, 5)
     expect(game_pane).to_contain_text("EnvError: the board broke")
 
@@ -575,7 +610,9 @@ def test_model_text_stays_text(tmp_path: Path, open_page: OpenReport) -> None:
         else:
             assert not re.search("[\x00\x07\x1b\u2028\u202e\ufeff]", shown)
             assert page.locator("#game .ctl").count() > 0
-        for mode in ("logprob", "weight", "off"):
+        has_tokens = games[number].turns[0].generation is not None
+        expect(page.locator("[data-act=mode]")).to_have_count(int(has_tokens))
+        for mode in ("logprob", "weight", "off") if has_tokens else ():
             page.locator("[data-act=mode]").select_option(mode)
     page.get_by_role("button", name="Show all 300,000 characters").first.click()
     choose(page, len(HOSTILE))
@@ -601,11 +638,19 @@ def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: Ope
 
     phone = open_page(one_run, viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    expect(phone.locator("#list")).to_be_hidden()
+    phone.get_by_role("button", name="All games").click()
     choose(phone, 9)
     expect(phone.locator("#list")).to_be_hidden()
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
-    phone.get_by_role("button", name="All games").click()
-    expect(phone.locator("#list")).to_be_visible()
+    for entry in phone.locator("nav a").all():
+        box = entry.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    evaluations = phone.locator("#evaluations .scroll").first
+    expect(evaluations).to_have_attribute("data-more", "")
+    evaluations.evaluate("(box) => box.scrollTo(box.scrollWidth, 0)")
+    expect(evaluations).not_to_have_attribute("data-more", "")
 
 
 @pytest.mark.browser
@@ -642,11 +687,14 @@ def test_ten_thousand_games_are_paged_and_found(tmp_path: Path, open_page: OpenR
     whole = write_report([run], tmp_path / "whole.html", max_games=10_000)
     assert whole.games == 10_000
     page = open_page(whole.path)
-    expect(page.locator("#count")).to_have_text("10,000 of 10,000 games")
+    expect(page.locator("#count")).to_have_text("10,000 of 10,000 games, newest first")
     expect(page.locator("#list li")).to_have_count(50)
-    page.get_by_role("button", name="Next").click()
-    assert numbers(page) == list(range(50, 100))
-    page.get_by_label("number").fill("9876")
+    page.locator("#page-on").click()
+    assert numbers(page) == list(range(9949, 9899, -1))
+    page.get_by_label("text").fill("board 37")  # 1 of two digits, 10 of three, 100 of four
+    expect(page.locator("#count")).to_have_text("111 of 10,000 games, newest first")
+    assert numbers(page)[:2] == [3799, 3798]
+    page.get_by_label("text").fill("#9876")
     assert numbers(page) == [9876]
     choose(page, 9876)
     expect(page.locator("#game pre").first).to_contain_text("board 9876")
@@ -674,7 +722,7 @@ def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page
     expect(page.locator("#legend span:not(.swatch)")).to_have_count(3)
     expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
     page.locator("#filters [name=run]").select_option("2")
-    expect(page.locator("#count")).to_have_text("10 of 30 games")
+    expect(page.locator("#count")).to_have_text("10 of 30 games, newest first")
 
 
 @pytest.mark.browser
@@ -685,6 +733,7 @@ def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenRep
     page = open_page(write_report([run], tmp_path / "report.html").path)
     expect(page.locator("#summary")).to_contain_text(re.compile("No .*evaluated"))
     expect(page.locator("#game")).to_contain_text("no games")
+    expect(page.locator("#games")).to_contain_text("No game has ended yet.")
 
 
 def test_steps_are_listed_by_env_and_game_length(tmp_path: Path) -> None:

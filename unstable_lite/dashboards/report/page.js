@@ -380,6 +380,8 @@ function drawCurves(data) {
 const PAGE = 50, LONG = 20000, MODES = ["off", "logprob", "weight"];
 const MODE_NAMES = { off: "no colours", logprob: "log-probability", weight: "importance weight" };
 const ENDS = { natural: "", invalid: "invalid move", truncated: "cut off", void: "void" };
+const PRESETS = { newest: {}, lost: { outcome: "loss" }, invalid: { end: "invalid" } };
+const NARROW = "(max-width: 56rem)";
 const OUTCOMES = { win: "won", draw: "drawn", loss: "lost", na: "single player", mirror: "itself" };
 // Controls, marks of writing direction, separators of lines: what could hide or reorder text is shown by name.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
@@ -416,8 +418,9 @@ function textBox(text, className = "text", marked = "") {
 class Browser {
   constructor(data) {
     this.data = data;
-    this.games = data.games.map((row, key) => this.entry(row, key));
-    this.pages = new Map();
+    this.games = data.games.map((row, key) => this.entry(row, key)).sort((a, b) => a.run - b.run || b.number - a.number);
+    this.parts = new Map();
+    this.turnOf = new Map(); // the first turn with the text that is searched for, by game
     this.found = this.games;
     this.page = 0;
     this.current = null;
@@ -427,14 +430,22 @@ class Browser {
     this.fillSelects();
     this.form.addEventListener("input", () => this.filter());
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.form.addEventListener("reset", () => setTimeout(() => this.filter()));
+    for (const button of this.form.querySelectorAll("[data-preset]")) button.addEventListener("click", () => this.preset(button.dataset.preset));
     $("page-back").addEventListener("click", () => this.turnPage(-1));
     $("page-on").addEventListener("click", () => this.turnPage(1));
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("hashchange", () => this.follow());
     $("browser").hidden = false;
     this.filter();
-    if (!this.follow()) $("game").append(el("p", { class: "note" }, this.games.length ? "Choose a game." : "There are no games to show."));
+    if (!this.follow() && this.games.length) this.open(this.first(), 0, false, false);
+    else if (!this.games.length) $("game").append(el("p", { class: "note" }, "There are no games to show: no game has ended yet, or the run keeps none."));
+  }
+
+  /** The newest lost evaluation game of the newest policy that lost one; without any, the newest game. */
+  first() {
+    const updates = (game) => Number(/\d+$/.exec(game.checkpoint)?.[0] ?? 0);
+    const lost = this.games.filter((game) => game.kind === "eval" && game.outcome === "loss");
+    return lost.reduce((best, game) => (updates(game) > updates(best) ? game : best), lost[0] ?? this.games[0]);
   }
 
   /** Returns the game with the fields that the list shows and filters by. */
@@ -459,15 +470,43 @@ class Browser {
     fill("opponent", of((game) => game.opponents), nameOf);
   }
 
+  preset(name) {
+    for (const field of [...this.form.elements].filter((one) => one.name)) field.value = PRESETS[name][field.name] ?? "";
+    this.filter();
+    if (this.found.length && !matchMedia(NARROW).matches) this.open(this.found[0]);
+  }
+
   filter() {
-    const want = Object.fromEntries(new FormData(this.form)), number = want.number.trim().replace("#", "");
+    const want = Object.fromEntries(new FormData(this.form)), text = want.text.trim().toLowerCase(), number = /^#\d+$/.test(text) && text.slice(1);
     const ended = { own: (game) => game.invalid.some((pid) => game.policy.includes(pid)), other: (game) => game.invalid.some((pid) => !game.policy.includes(pid)) };
     this.found = this.games.filter((game) => (!want.run || game.run === Number(want.run)) && (!want.env || game.env === want.env)
       && (!want.kind || game.kind === want.kind) && (!want.checkpoint || game.checkpoint === want.checkpoint)
       && (!want.opponent || game.opponents.includes(want.opponent)) && (!want.outcome || game.outcome === want.outcome)
       && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && (!number || String(game.number).startsWith(number)));
     this.page = 0;
+    this.turnOf.clear();
+    this.search(number ? "" : text);
+  }
+
+  /** Narrows the found games to those with `text` in an observation, an answer or an action, one part of the data after another. */
+  async search(text) {
+    const among = this.found, asked = (this.asked = { text });
+    this.isSearching = Boolean(text);
+    if (text) this.found = [];
     this.list();
+    for (const number of new Set(text ? among.map((game) => game.part) : [])) {
+      const part = await this.part(number), known = this.turnOf.size;
+      if (this.asked !== asked) return;
+      for (const game of among.filter((one) => one.part === number)) {
+        const turn = part[game.place].turns.findIndex((one) => [one.obs, one.text, one.action].some((said) => said.toLowerCase().includes(text)));
+        if (turn >= 0) this.turnOf.set(game, turn);
+      }
+      if (this.turnOf.size === known) continue;
+      this.found = among.filter((game) => this.turnOf.has(game));
+      if (known < PAGE) this.list();
+    }
+    this.isSearching = false;
+    if (text) this.list();
   }
 
   turnPage(by) {
@@ -478,39 +517,63 @@ class Browser {
 
   list() {
     const from = this.page * PAGE, part = this.found.slice(from, from + PAGE), pages = Math.max(1, Math.ceil(this.found.length / PAGE));
-    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.games.length.toLocaleString("en")} games`;
+    const focused = document.activeElement?.dataset?.key;
+    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.games.length.toLocaleString("en")} games${this.isSearching ? ", searching …" : ", newest first"}`;
     $("page-of").textContent = `page ${this.page + 1} of ${pages}`;
     $("page-back").disabled = this.page === 0;
     $("page-on").disabled = this.page >= pages - 1;
-    $("list").replaceChildren(...part.map((game) => el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, 0, true) },
+    const rows = part.map((game) => el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, this.turnOf.get(game), true) },
       el("span", {}, ...shown(`#${game.number} ${game.env}`)), game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, game.reason ? `${ENDS[game.end]}: ${game.reason}` : ENDS[game.end]),
-      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`))))));
+      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`)))));
+    $("list").replaceChildren(...(rows.length || this.isSearching ? rows : [this.none()]));
+    $("list").querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
+    this.reveal();
   }
 
-  async load(game) {
-    if (!this.pages.has(game.page)) {
-      if (this.pages.size >= 4) this.pages.delete(this.pages.keys().next().value);
-      this.pages.set(game.page, unpacked(`games-${game.page}`).then(JSON.parse));
+  /** Why the list is empty: the filters that are set. */
+  none() {
+    const set = [...this.form.elements].filter((field) => field.name && field.value);
+    const told = set.map((field) => `${field.labels[0].firstChild.textContent.trim()} “${field.selectedOptions?.[0].textContent ?? field.value}”`);
+    return el("li", { class: "note" }, told.length ? `No kept game has ${told.join(" and ")}.` : "The run kept no games.",
+      told.length ? el("button", { type: "button", onclick: () => this.preset("newest") }, "Show all games") : "");
+  }
+
+  /** Scrolls the list, not the page, to the chosen game. */
+  reveal() {
+    const list = $("list"), row = list.querySelector("[aria-current]");
+    const isSeen = row && row.offsetTop >= list.scrollTop && row.offsetTop + row.offsetHeight <= list.scrollTop + list.clientHeight;
+    if (!isSeen) list.scrollTop = row ? row.offsetTop - list.clientHeight / 3 : 0;
+  }
+
+  async part(number) {
+    if (!this.parts.has(number)) {
+      if (this.parts.size >= 4) this.parts.delete(this.parts.keys().next().value);
+      this.parts.set(number, unpacked(`games-${number}`).then(JSON.parse));
     }
-    return (await this.pages.get(game.page))[game.place];
+    return this.parts.get(number);
   }
 
-  async open(game, turn = 0, focus = false) {
+  async open(game, turn = 0, focus = false, isNamed = true) {
     this.current = game;
     this.turn = turn;
     $("browser").classList.add("open");
-    for (const button of $("list").querySelectorAll("button")) {
+    const page = Math.floor(Math.max(0, this.found.indexOf(game)) / PAGE);
+    if (page !== this.page) {
+      this.page = page;
+      this.list();
+    }
+    for (const button of $("list").querySelectorAll("[data-key]")) {
       if (Number(button.dataset.key) === game.key) button.setAttribute("aria-current", "true");
       else button.removeAttribute("aria-current");
     }
-    const whole = await this.load(game);
+    this.reveal();
+    const whole = (await this.part(game.part))[game.place];
     if (this.current !== game) return;
     this.whole = whole;
     this.turn = Math.max(0, Math.min(turn, whole.turns.length - 1));
-    this.show();
+    this.show(isNamed);
     if (focus) $("game").focus({ preventScroll: true });
-    if (focus && $("game").getBoundingClientRect().top < 0) $("game").scrollIntoView();
-    if (focus && matchMedia("(max-width: 56rem)").matches) $("game").scrollIntoView();
+    if (focus && ($("game").getBoundingClientRect().top < 0 || matchMedia(NARROW).matches)) $("game").scrollIntoView();
   }
 
   step(by) {
@@ -523,18 +586,13 @@ class Browser {
   neighbour(by) {
     const next = this.found[this.found.indexOf(this.current) + by];
     if (!next) return;
-    const page = Math.floor(this.found.indexOf(next) / PAGE);
-    if (page !== this.page) {
-      this.page = page;
-      this.list();
-    }
-    this.open(next, 0);
-    $("list").querySelector(`[data-key="${next.key}"]`)?.scrollIntoView({ block: "nearest" });
+    this.open(next, this.turnOf.get(next));
   }
 
   close() {
     $("browser").classList.remove("open");
-    if (this.current) ($("list").querySelector(`[data-key="${this.current.key}"]`) ?? $("filters")).focus();
+    this.reveal();
+    ($("list").querySelector("[aria-current]") ?? this.form.elements.text).focus();
   }
 
   key(event) {
@@ -544,12 +602,9 @@ class Browser {
     if (event.key === "/") {
       event.preventDefault();
       $("filters").scrollIntoView({ block: "center" });
-      return this.form.elements.env.focus();
+      return this.form.elements.text.focus();
     }
-    if (!this.current) {
-      if (event.key === "n" && this.found.length) this.open(this.found[0], 0, true);
-      return;
-    }
+    if (!this.current) return;
     const keys = { ArrowRight: () => this.step(1), j: () => this.step(1), ArrowLeft: () => this.step(-1), k: () => this.step(-1),
       n: () => this.neighbour(1), p: () => this.neighbour(-1), c: () => this.recolour(MODES[(MODES.indexOf(this.mode) + 1) % 3]) };
     if (!keys[event.key] || (event.key.startsWith("Arrow") && event.target.closest(".scroll, pre, .plot"))) return;
@@ -570,9 +625,10 @@ class Browser {
     return Boolean(game);
   }
 
-  show() {
+  /** isNamed: whether the address names the game, which it does once somebody has chosen one. */
+  show(isNamed = true) {
     const game = this.current, { turns } = this.whole, focused = document.activeElement?.dataset?.act;
-    history.replaceState(null, "", `#game=${game.run}.${game.number}.${this.turn + 1}`);
+    if (isNamed) history.replaceState(null, "", `#game=${game.run}.${game.number}.${this.turn + 1}`);
     const seat = (pid) => ({ "--seat": `var(--${roleOf(pid)})` });
     const act = (name, label, does, disabled) => el("button", { type: "button", "data-act": name, "aria-label": `${name.startsWith("game") ? "Game" : "Turn"}: ${/on$|next/.test(name) ? "next" : "previous"}`, onclick: does, disabled }, label);
     const place = this.found.indexOf(game);
@@ -591,7 +647,7 @@ class Browser {
     if (turns.length) {
       parts.push(
         el("div", { class: "turns", role: "group", "aria-label": "Turns" }, turns.map((one, i) => el("button", { type: "button", vars: seat(one.pid), class: this.isInvalid(i) || !one.format_ok ? "bad" : null, "data-act": `turn-${i}`,
-          "aria-current": i === this.turn ? "true" : null, "aria-label": `Turn ${i + 1}, player ${one.pid}`, onclick: () => { this.turn = i; this.show(); } }, String(i + 1)))),
+          "aria-current": i === this.turn ? "true" : null, "aria-label": `Turn ${i + 1}, player ${one.pid}`, onclick: () => { this.turn = i; this.show(); } }, `${i + 1}${this.isInvalid(i) || !one.format_ok ? "!" : ""}`))),
         el("div", { class: "turnbar" }, act("previous", "‹", () => this.step(-1), this.turn === 0), act("next", "›", () => this.step(1), this.turn === turns.length - 1),
           el("span", { role: "status" }, `Turn ${this.turn + 1} of ${turns.length} `, el("span", { class: "word" }, "by player "), el("span", { class: "pid", vars: seat(turns[this.turn].pid) }, String(turns[this.turn].pid))),
           el("span", { class: "grow" }), act("game-back", ["«", el("span", { class: "word" }, " game")], () => this.neighbour(-1), place <= 0), act("game-on", [el("span", { class: "word" }, "game "), "»"], () => this.neighbour(1), place < 0 || place === this.found.length - 1)),
@@ -612,16 +668,18 @@ class Browser {
     const select = el("select", { "data-act": "mode", onchange: (event) => this.recolour(event.target.value) },
       MODES.map((mode) => el("option", { value: mode, selected: mode === this.mode }, MODE_NAMES[mode])));
     const [thought, answer] = parted(turn);
-    const said = this.mode === "off" ? [
+    const hasTokens = this.whole.turns.some((one) => one.tokens);
+    const said = this.mode === "off" || !hasTokens ? [
       thought && el("div", {}, el("h4", {}, "Reasoning"), textBox(thought, "text thought")),
       el("h4", {}, thought ? "Answer" : "What the player wrote"), textBox(answer, "text", turn.action),
     ] : [el("h4", {}, "What was sampled, token by token"), this.tokens(turn, player)];
     return el("div", {},
-      el("h4", {}, `What player ${turn.pid} was shown`), this.observation(turn),
+      el("h4", {}, `Observation of player ${turn.pid}`), this.observation(turn),
       turn.trained ? el("details", {}, el("summary", {}, "The whole prompt, as the model read it"), textBox(promptOf(turn, turn.trained.prompt)))
         : turn.prompt && el("details", {}, el("summary", {}, "The whole prompt, as its template makes it"), textBox(promptOf(turn, turn.prompt))),
-      el("div", { class: "tokbar" }, el("label", {}, "colour tokens by ", select)),
-      ...said.filter(Boolean),
+      hasTokens && el("div", { class: "tokbar" }, el("label", {}, "colour tokens by ", select)),
+      ...said,
+      !hasTokens && player && !player.model.startsWith("fixed-") && el("p", { class: "note" }, "The run did not keep its tokens. With ", el("code", {}, "tracker.keep_tokens=true"), " they are kept and can be coloured by probability."),
       el("h4", {}, "Action"), el("div", { class: "action" }, ...shown(turn.action)),
       " ", this.isInvalid(this.turn) && tag("invalid", "invalid move"), !turn.format_ok && tag("invalid", "answer not where it should be"),
       el("span", { class: "note" }, ` ${turn.seconds.toFixed(2)} s${Number.isInteger(turn.adapter) ? ` · adapter ${turn.adapter}` : ""}`),
@@ -657,7 +715,7 @@ class Browser {
   tokens(turn, player) {
     if (!turn.tokens) {
       const why = player?.model.startsWith("fixed-") ? "This player is none of the run's own models: what it sampled is not known."
-        : "The run did not keep its tokens. With tracker.keep_tokens = true it does.";
+        : "The tokens of this turn were not kept.";
       return el("div", {}, el("p", { class: "note" }, why), textBox(turn.text));
     }
     const { pieces, logprobs, completion_ids: ids, finish_reason } = turn.tokens, learner = turn.trained?.learner_logprobs, byWeight = this.mode === "weight";
@@ -687,7 +745,7 @@ class Browser {
       };
       const isStop = to === ids.length && finish_reason === "stop";
       const span = el("span", { class: `tok${isStop || text === null ? " special" : ""}${byWeight && cap && weight > cap ? " capped" : ""}`, onclick: say,
-        title: `log-probability ${logprob.toFixed(3)}${weight === null ? "" : `, weight ${weight.toFixed(3)}`}`, vars: { "--tint": tint, "--strength": `${Math.round(75 * strength)}%` } },
+        title: `log-probability ${logprob.toFixed(3)}${weight === null ? "" : `, weight ${weight.toFixed(3)}`}`, vars: { "--tint": tint, "--strength": `${Math.round(50 * strength)}%` } },
         ...(text === null ? [`#${ids[from]}`] : shown(text)));
       return span;
     });
@@ -720,8 +778,19 @@ const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
 // ---------------------------------------------------------------- start
 
+/** Marks each box with a table that goes on to the right. */
+function watchBoxes() {
+  const mark = (box) => box.toggleAttribute("data-more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  const observer = new ResizeObserver((entries) => entries.forEach((entry) => mark(entry.target)));
+  for (const box of document.querySelectorAll(".scroll")) {
+    box.addEventListener("scroll", () => mark(box));
+    observer.observe(box);
+  }
+}
+
 async function start() {
   setTheme("auto");
+  watchBoxes();
   if (!("DecompressionStream" in window)) {
     $("charts").append(el("p", { class: "note" }, "This browser is too old for the curves and the games; any of 2024 or later will do."));
     return;

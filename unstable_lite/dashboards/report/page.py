@@ -175,7 +175,7 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
                 "invalid": game["invalid_pids"],
                 "turns": len(game["turns"]),
                 "label": game["eval_label"] or "",
-                "page": len(pages) - 1,
+                "part": len(pages) - 1,
                 "place": len(pages[-1]),
             }
         )

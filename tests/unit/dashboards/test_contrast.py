@@ -1,0 +1,94 @@
+"""Contrast of the report's colours, computed from page.css: text 4.5 to 1, marks 3 to 1, in light and in dark."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.dashboards import report
+
+CSS = (Path(report.__file__).parent / "page.css").read_text("utf-8")
+THEMES = ("light", "dark")
+Colour = tuple[float, ...]
+
+
+def rule(selector: str) -> str:
+    """Return the background of the rule, with each end of a scale that is mixed in oklab as a colour of its own."""
+    (body,) = re.findall(rf"^{re.escape(selector)} {{(.*)}}$", CSS, re.M)
+    (background,) = re.findall(r"background: (.*?);", body)
+    return str(background)
+
+
+def end(selector: str, colour: str) -> str:
+    """Return the background of a cell of the matrix at one end of its scale."""
+    return re.sub(r"color-mix\(in oklab.*?\)\)", f"var(--{colour})", rule(selector))
+
+
+def paint(expression: str, theme: str, under: str = "var(--card)") -> Colour:
+    """Return red, green and blue from 0 to 1 of a CSS colour that lies on another one."""
+    if expression == "transparent":
+        return paint(under, theme)
+    if name := re.fullmatch(r"var\(--([\w-]+)\)", expression):
+        (colours,) = re.findall(rf"^  --{name[1]}: light-dark\((#\w+), (#\w+)\);$", CSS, re.M)
+        code = colours[THEMES.index(theme)]
+        return tuple(int(code[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    mix = re.fullmatch(r"color-mix\(in srgb, (.+?) (\d+)%, (.+)\)", expression)
+    assert mix, expression
+    share, one, other = int(mix[2]) / 100, paint(mix[1], theme, under), paint(mix[3], theme, under)
+    return tuple(share * a + (1 - share) * b for a, b in zip(one, other, strict=True))
+
+
+def luminance(colour: Colour) -> float:
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: Colour, other: Colour) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+TOKEN = 50
+"""Strength of the deepest tint of a token, in per cent: page.js."""
+CHOSEN = rule('.list [aria-current="true"]')
+PAIRS: list[tuple[str, str, str, float]] = [
+    *(
+        (f"var(--{text})", f"var(--{under})", "", 4.5)
+        for text in ("ink", "soft")
+        for under in ("paper", "card", "wash")
+    ),
+    *((f"var(--{text})", "var(--card)", "", 4.5) for text in ("accent", "good", "bad", "warn")),
+    *((f"var(--run-{run})", "var(--card)", "", 3.0) for run in range(6)),
+    *((f"var(--{mark})", "var(--card)", "", 3.0) for mark in ("edge", "unlikely", "less")),
+    ("var(--good)", rule(".tag.win"), "", 4.5),
+    ("var(--ink)", rule(".tag.loss"), "", 4.5),
+    ("var(--warn)", rule(".tag.invalid, .tag.void, .tag.truncated"), "", 4.5),
+    ("var(--soft)", CHOSEN, "var(--card)", 4.5),
+    ("var(--ink)", rule('.turns button[aria-current="true"]'), "var(--card)", 4.5),
+    *(("var(--ink)", end(".matrix td", side), "", 4.5) for side in ("less", "unlikely")),
+    *(("var(--soft)", end(".matrix td.few", side), "", 4.5) for side in ("less", "unlikely")),
+    *(
+        ("var(--ink)", f"color-mix(in srgb, var(--{side}) {TOKEN}%, var(--wash))", "", 4.5)
+        for side in ("less", "unlikely")
+    ),
+    (rule(".range i"), "var(--wash)", "", 3.0),
+    (rule(".range b"), "var(--wash)", "", 3.0),
+]
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("mark", "background", "under", "least"), PAIRS)
+def test_text_and_marks_stand_out_from_their_background(
+    mark: str, background: str, under: str, least: float, theme: str
+) -> None:
+    assert contrast(paint(mark, theme), paint(background, theme, under)) >= least
+
+
+def test_counts_in_the_matrix_have_the_colour_of_their_cell() -> None:
+    assert ".matrix td small { color: inherit; }" in CSS
+    assert f"Math.round({TOKEN} * strength)" in (Path(report.__file__).parent / "page.js").read_text("utf-8")
+
+
+def test_no_rule_names_a_colour_of_its_own() -> None:
+    rules = CSS[CSS.index("[data-theme") :]
+    assert not re.findall(r"#[0-9a-f]{3,8}\b|\brgba?\(|: (?:red|yellow|orange|white|black)\b", rules)
