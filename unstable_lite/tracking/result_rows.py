@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Literal
@@ -202,6 +202,21 @@ def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
             evaluations = tuple(_together([of_seed[update] for of_seed in by_update]) for update in shared)
             together.append(replace(seeds[0], evaluations=evaluations))
     return sorted(together, key=lambda row: row.is_concurrent)
+
+
+def to_markdown(rows_by_run: Mapping[str, Sequence[ResultRow]]) -> str:
+    """Return the rows as a table in Markdown, with a column for the run if there are several."""
+    head = ["run"] * (len(rows_by_run) > 1) + ["against", "before", "newest (95 %)", "n", "change (95 %)", "in words"]
+    table = [head, ["---"] * len(head)]
+    for run, row in ((run, row) for run, rows in rows_by_run.items() for row in rows):
+        newest, name = row.newest, f"{row.label}{', while training' * row.is_concurrent}"
+        value, change = (
+            f"{newest.value_text} ({newest.interval_text})",
+            f"{row.change_text()} ({row.change_interval_text})",
+        )
+        cells = [name, row.before.value_text, value, f"{newest.n:,}", change, row.verdict_text]
+        table.append([run] * (len(rows_by_run) > 1) + cells)
+    return "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in table)
 
 
 def _together(evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -7,7 +7,7 @@ import pytest
 
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import student
-from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows
+from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows, to_markdown
 
 
 def evaluation(step: int, wins: int, losses: int, opponent: str = "scripted:random", seats: int = 2) -> Evaluation:
@@ -166,3 +166,15 @@ def test_lead_is_the_difference_of_the_newest_values_of_two_runs() -> None:
     assert ahead.lead_text(behind).startswith("+20.0 (+")
     assert behind.lead_text(ahead).startswith("-20.0 (-")
     assert ahead.lead_text(ahead).startswith("+0.0 (-")
+
+
+def test_markdown_has_a_row_each_and_names_runs_only_if_there_are_several() -> None:
+    rows = [row(evaluation(0, 200, 200, "base"), evaluation(255, 349, 51, "base"))]
+    head, dashes, only = to_markdown({"seed 0": rows}).splitlines()
+    assert head == "| against | before | newest (95 %) | n | change (95 %) | in words |"
+    assert dashes == "| --- | --- | --- | --- | --- | --- |"
+    newest = rows[0].newest
+    assert only.startswith(f"| base | 50.0 % | 87.2 % ({newest.interval_text}) | 400 | {rows[0].change_text()} (")
+    assert only.endswith(f" | {rows[0].verdict_text} |")
+    several = to_markdown({"a|b": rows, "c": rows}).splitlines()
+    assert [line.split(" | ")[0] for line in several] == ["| run", "| ---", "| a∣b", "| c"]

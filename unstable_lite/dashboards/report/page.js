@@ -422,7 +422,6 @@ class Browser {
     this.parts = new Map();
     this.turnOf = new Map(); // the first turn with the text that is searched for, by game
     this.found = this.games;
-    this.page = 0;
     this.current = null;
     this.turn = 0;
     this.mode = "off";
@@ -431,8 +430,7 @@ class Browser {
     this.form.addEventListener("input", () => this.filter());
     this.form.addEventListener("submit", (event) => event.preventDefault());
     for (const button of this.form.querySelectorAll("[data-preset]")) button.addEventListener("click", () => this.preset(button.dataset.preset));
-    $("page-back").addEventListener("click", () => this.turnPage(-1));
-    $("page-on").addEventListener("click", () => this.turnPage(1));
+    $("list").addEventListener("scroll", () => this.grow());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("hashchange", () => this.follow());
     $("browser").hidden = false;
@@ -483,7 +481,7 @@ class Browser {
       && (!want.kind || game.kind === want.kind) && (!want.checkpoint || game.checkpoint === want.checkpoint)
       && (!want.opponent || game.opponents.includes(want.opponent)) && (!want.outcome || game.outcome === want.outcome)
       && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && (!number || String(game.number).startsWith(number)));
-    this.page = 0;
+    this.numShown = PAGE;
     this.turnOf.clear();
     this.search(number ? "" : text);
   }
@@ -494,6 +492,7 @@ class Browser {
     this.isSearching = Boolean(text);
     if (text) this.found = [];
     this.list();
+    this.reveal();
     for (const number of new Set(text ? among.map((game) => game.part) : [])) {
       const part = await this.part(number), known = this.turnOf.size;
       if (this.asked !== asked) return;
@@ -503,31 +502,33 @@ class Browser {
       }
       if (this.turnOf.size === known) continue;
       this.found = among.filter((game) => this.turnOf.has(game));
-      if (known < PAGE) this.list();
+      if (known < this.numShown) this.list();
     }
     this.isSearching = false;
     if (text) this.list();
   }
 
-  turnPage(by) {
-    this.page += by;
-    this.list();
-    $("list").querySelector("button")?.focus();
-  }
-
   list() {
-    const from = this.page * PAGE, part = this.found.slice(from, from + PAGE), pages = Math.max(1, Math.ceil(this.found.length / PAGE));
-    const focused = document.activeElement?.dataset?.key;
+    const focused = document.activeElement?.dataset?.key, rows = this.found.slice(0, this.numShown).map((game) => this.row(game));
     $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.games.length.toLocaleString("en")} games${this.isSearching ? ", searching …" : ", newest first"}`;
-    $("page-of").textContent = `page ${this.page + 1} of ${pages}`;
-    $("page-back").disabled = this.page === 0;
-    $("page-on").disabled = this.page >= pages - 1;
-    const rows = part.map((game) => el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, this.turnOf.get(game), true) },
-      el("span", {}, ...shown(`#${game.number} ${game.env}`)), game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, game.reason ? `${ENDS[game.end]}: ${game.reason}` : ENDS[game.end]),
-      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`)))));
     $("list").replaceChildren(...(rows.length || this.isSearching ? rows : [this.none()]));
     $("list").querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
-    this.reveal();
+  }
+
+  /** Adds rows once the list is scrolled to its last ones. */
+  grow() {
+    const { scrollTop, clientHeight, scrollHeight } = $("list");
+    if (scrollTop + 2 * clientHeight < scrollHeight || this.numShown >= this.found.length) return;
+    $("list").append(...this.found.slice(this.numShown, this.numShown + PAGE).map((game) => this.row(game)));
+    this.numShown += PAGE;
+  }
+
+  row(game) {
+    const how = game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, game.reason ? `${ENDS[game.end]}: ${game.reason}` : ENDS[game.end]);
+    const run = this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : "";
+    const about = `${run}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`;
+    return el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, this.turnOf.get(game), true) },
+      el("span", {}, ...shown(`#${game.number} ${game.env}`)), how, el("small", {}, ...shown(about))));
   }
 
   /** Why the list is empty: the filters that are set. */
@@ -557,15 +558,8 @@ class Browser {
     this.current = game;
     this.turn = turn;
     $("browser").classList.add("open");
-    const page = Math.floor(Math.max(0, this.found.indexOf(game)) / PAGE);
-    if (page !== this.page) {
-      this.page = page;
-      this.list();
-    }
-    for (const button of $("list").querySelectorAll("[data-key]")) {
-      if (Number(button.dataset.key) === game.key) button.setAttribute("aria-current", "true");
-      else button.removeAttribute("aria-current");
-    }
+    this.numShown = Math.max(this.numShown, this.found.indexOf(game) + PAGE);
+    this.list();
     this.reveal();
     const whole = (await this.part(game.part))[game.place];
     if (this.current !== game) return;
@@ -576,17 +570,15 @@ class Browser {
     if (focus && ($("game").getBoundingClientRect().top < 0 || matchMedia(NARROW).matches)) $("game").scrollIntoView();
   }
 
-  step(by) {
-    const next = this.turn + by;
-    if (!this.whole || next < 0 || next >= this.whole.turns.length) return;
-    this.turn = next;
+  goTo(turn) {
+    if (!this.whole?.turns[turn]) return;
+    this.turn = turn;
     this.show();
   }
 
   neighbour(by) {
     const next = this.found[this.found.indexOf(this.current) + by];
-    if (!next) return;
-    this.open(next, this.turnOf.get(next));
+    if (next) this.open(next, this.turnOf.get(next));
   }
 
   close() {
@@ -605,7 +597,7 @@ class Browser {
       return this.form.elements.text.focus();
     }
     if (!this.current) return;
-    const keys = { ArrowRight: () => this.step(1), j: () => this.step(1), ArrowLeft: () => this.step(-1), k: () => this.step(-1),
+    const keys = { ArrowRight: () => this.goTo(this.turn + 1), j: () => this.goTo(this.turn + 1), ArrowLeft: () => this.goTo(this.turn - 1), k: () => this.goTo(this.turn - 1),
       n: () => this.neighbour(1), p: () => this.neighbour(-1), c: () => this.recolour(MODES[(MODES.indexOf(this.mode) + 1) % 3]) };
     if (!keys[event.key] || (event.key.startsWith("Arrow") && event.target.closest(".scroll, pre, .plot"))) return;
     event.preventDefault();
@@ -647,8 +639,8 @@ class Browser {
     if (turns.length) {
       parts.push(
         el("div", { class: "turns", role: "group", "aria-label": "Turns" }, turns.map((one, i) => el("button", { type: "button", vars: seat(one.pid), class: this.isInvalid(i) || !one.format_ok ? "bad" : null, "data-act": `turn-${i}`,
-          "aria-current": i === this.turn ? "true" : null, "aria-label": `Turn ${i + 1}, player ${one.pid}`, onclick: () => { this.turn = i; this.show(); } }, `${i + 1}${this.isInvalid(i) || !one.format_ok ? "!" : ""}`))),
-        el("div", { class: "turnbar" }, act("previous", "‹", () => this.step(-1), this.turn === 0), act("next", "›", () => this.step(1), this.turn === turns.length - 1),
+          "aria-current": i === this.turn ? "true" : null, "aria-label": `Turn ${i + 1}, player ${one.pid}`, onclick: () => this.goTo(i) }, `${i + 1}${this.isInvalid(i) || !one.format_ok ? "!" : ""}`))),
+        el("div", { class: "turnbar" }, act("previous", "‹", () => this.goTo(this.turn - 1), this.turn === 0), act("next", "›", () => this.goTo(this.turn + 1), this.turn === turns.length - 1),
           el("span", { role: "status" }, `Turn ${this.turn + 1} of ${turns.length} `, el("span", { class: "word" }, "by player "), el("span", { class: "pid", vars: seat(turns[this.turn].pid) }, String(turns[this.turn].pid))),
           el("span", { class: "grow" }), act("game-back", ["«", el("span", { class: "word" }, " game")], () => this.neighbour(-1), place <= 0), act("game-on", [el("span", { class: "word" }, "game "), "»"], () => this.neighbour(1), place < 0 || place === this.found.length - 1)),
         this.turnView(turns[this.turn]));
@@ -788,9 +780,15 @@ function watchBoxes() {
   }
 }
 
+/** Copies the text of a button; a browser that does not allow this shows the text instead. */
+const copy = ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.text).then(
+  () => { button.textContent = "Copied"; },
+  () => button.replaceWith(el("textarea", { rows: 6, cols: 60, readonly: true, "aria-label": "Results as Markdown" }, button.dataset.text)));
+
 async function start() {
   setTheme("auto");
   watchBoxes();
+  $("copy")?.addEventListener("click", copy);
   if (!("DecompressionStream" in window)) {
     $("charts").append(el("p", { class: "note" }, "This browser is too old for the curves and the games; any of 2024 or later will do."));
     return;
