@@ -84,55 +84,51 @@ def page() -> str:
     for name, field in Config.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            sections += ["", f"## `[{name}]`", "", *_intro(kind), *_table(_rows(kind))]
+            sections += ["", f"## `[{name}]`", *_intro(kind), *_keys(kind, f"{name}.")]
             if name == "alarms":
                 sections += ["", "Each alarm is a table with two keys:", "", *_items(AlarmConfig)]
         elif name == "templates":
-            sections += ["", "## `[templates.NAME]`", "", *_intro(TemplateConfig), *_table(_rows(TemplateConfig))]
+            sections += ["", f"## `[{name}.NAME]`", *_intro(TemplateConfig), *_keys(TemplateConfig, f"{name}.NAME.")]
         elif name in ENVS:
             spec, times = ENVS[name]
             if name == "train_envs":
-                sections += ["", "## Environments", "", OF_ENVS, "", *_table(_rows(EnvSpec))]
-            rows = _rows(spec, but=EnvSpec)
-            sections += ["", f"## `[[{name}]]`", "", f"`[[{name}]]`, {times}", "", *_intro(spec), *_table(rows)]
+                sections += ["", "## Environments", "", OF_ENVS, *_keys(EnvSpec)]
+            sections += ["", f"## `[[{name}]]`", "", f"`[[{name}]]`, {times}", *_intro(spec)]
+            sections += _keys(spec, f"{name}.", but=EnvSpec)
         else:
-            scalars.append(_row(name, _kind(kind, field.metadata), _written(field.default), field.description))
-    return "\n".join([HEAD.replace("COMMON", COMMON), "## Top level", "", TOP, "", *_table(scalars), *sections, ""])
+            scalars += _key(name, _kind(kind, field.metadata), f"default {_written(field.default)}", field.description)
+    return "\n".join([HEAD.replace("COMMON", COMMON), "## Top level", "", TOP, *scalars, *sections, ""])
 
 
-def _table(rows: list[str]) -> list[str]:
-    return ["| key | type | default | what it is |", "| --- | --- | --- | --- |", *rows]
+def _keys(model: type[Section], prefix: str = "", but: type[Section] = Section) -> list[str]:
+    return [
+        line
+        for name, field in model.model_fields.items()
+        if name not in but.model_fields
+        for line in _key(prefix + name, _kind(field.annotation, field.metadata), _default(field), field.description)
+    ]
 
 
-def _row(name: str, kind: str, default: str, description: str | None) -> str:
-    text = " ".join((description or "").split())
-    cells = (f"`{name}`", kind, default, text)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def _key(name: str, kind: str, default: str, description: str | None) -> list[str]:
+    """Return a heading, which is the anchor that pages link to, and a paragraph."""
+    return ["", f"### `{name}`", "", f"*{kind}; {default}.* {' '.join((description or '').split())}"]
 
 
 def _items(model: type[Section]) -> list[str]:
     return [f"- `{name}`: {' '.join((field.description or '').split())}" for name, field in model.model_fields.items()]
 
 
-def _rows(model: type[Section], but: type[Section] = Section) -> list[str]:
-    return [
-        _row(name, _kind(field.annotation, field.metadata), _default(field), field.description)
-        for name, field in model.model_fields.items()
-        if name not in but.model_fields
-    ]
-
-
 def _intro(model: type[Section]) -> list[str]:
     """Return the model's own docstring, because an inherited one does not describe it."""
     own = model.__dict__.get("__doc__")
-    return [inspect.cleandoc(own), ""] if own else []
+    return ["", inspect.cleandoc(own)] if own else []
 
 
 def _default(field: Any) -> str:
     if field.is_required():
         return "needed"
     is_table = isinstance(field.default, tuple) and _name(field.annotation) == "table"  # pairs of name and value
-    return _written(dict(field.default) if is_table else field.default)
+    return f"default {_written(dict(field.default) if is_table else field.default)}"
 
 
 def _written(value: Any) -> str:

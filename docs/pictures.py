@@ -1,12 +1,17 @@
-"""Pictures of the docs, from real runs: `python docs/pictures.py top RUN` and `python docs/pictures.py report RUN …`.
+"""Pictures of the docs, all from one run of the quickstart: `python docs/pictures.py RUN`.
 
-`top` draws one frame of the dashboard, preferably during the run; `report` shows the report of the runs in a headless
-Chromium (Debian's `chromium`; playwright comes with the extra `test`). The pictures are written to docs/pictures, or to
-the folder in the environment variable PICTURES.
+- report.png: the first screen of its report
+- games.png: the games of its report, and below the list the tokens of one of them
+- top.svg: the dashboard while it was running: of a copy that ends at four fifths of the updates and whose process is
+  this one
+
+The first two are of a headless Chromium (Debian's `chromium`; playwright and pillow come with the extra `test`). The
+pictures are written to docs/pictures, or to the folder in the environment variable PICTURES.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
@@ -24,66 +31,100 @@ from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.top import MachineLoad, draw
 
 PICTURES = Path(os.environ.get("PICTURES", Path(__file__).parent / "pictures"))
-TOP_SIZE = (112, 29)
-REPORT_SIZE = {"width": 1180, "height": 900}
+TOP_SIZE = (100, 30)
+REPORT_SIZE = {"width": 1080, "height": 800}
+SCALE = 2
+"""Pixels of a picture per pixel of a page, so that it is sharp on every screen."""
+NO_PROCESS = 2**31 - 1
 WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)
 """Template of a picture that loads nothing: rich's own template asks a server for its font."""
 
 
+def running_copy(run: Path, copy: Path) -> Path:
+    """Write the records of a run up to four fifths of its updates, as they are while it runs."""
+    ended = RunDirectory(run)
+    ended.refresh()
+    update = max(1, ended.num_updates * 4 // 5)
+    copy.mkdir()
+    for name in ("config.toml", "versions.json"):
+        shutil.copy(run / name, copy)
+    for name in ("metrics", "league", "eval", "alarms"):
+        lines = [json.dumps(line) + "\n" for line in ended.lines(name) if line["step"] <= update]
+        (copy / f"{name}.jsonl").write_text("".join(lines))
+    made = next(line for line in ended.updates() if line["step"] == update)
+    (copy / "live.json").write_text(json.dumps(ended.live | _live_values(ended.live, made)))
+    return copy
+
+
+def _live_values(live: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of live.json after an update, from the metrics of this update."""
+    workers = []
+    for worker in live["workers"]:
+        name = f"inference/{worker['name']}"
+        stats = worker["stats"]
+        if stats:
+            running, tokens_per_s = int(made.get(f"{name}/running", 0)), made.get(f"{name}/tok_s", 0.0)
+            stats |= {"running": running, "tokens_per_s": tokens_per_s}
+        workers.append(worker | {"pid": NO_PROCESS, "stats": stats})
+    return {
+        "time": time.time(),
+        "pid": os.getpid(),
+        "games": made["run/games"],
+        "train_games_in_flight": int(made["run/games_in_flight"]),
+        "buffer": int(made["buffer/size"]),
+        "workers": workers,
+        "has_ended": False,
+    }
+
+
 def picture_of_top(run: Path, path: Path) -> None:
     width, height = TOP_SIZE
-    view, load = RunDirectory(run), MachineLoad()
+    view = RunDirectory(run)
+    view.refresh()
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=width, height=height, file=nowhere, highlight=False, force_terminal=True)
-        view.refresh()
-        draw(view, width, height, load)
-        time.sleep(1)  # processor time is measured between two draws
-        console.print(draw(view, width, height, load), height=height)
+        console.print(draw(view, width, height, MachineLoad()), height=height)
     path.write_text(console.export_svg(title=f"unstable-lite top {run.name}", code_format=WITHOUT_FONTS))
 
 
-def pictures_of_report(runs: list[Path], report: Path, games: Path) -> None:
+def pictures_of_report(run: Path, report: Path, games: Path) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         raise SystemExit("no Chromium on this machine: apt-get install chromium")
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
-        page_file = write_report(runs, Path(directory) / "report.html").path
+        page_file = write_report([run], Path(directory) / "report.html").path
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=REPORT_SIZE, color_scheme="light")
+        page = browser.new_page(viewport=REPORT_SIZE, device_scale_factor=SCALE, color_scheme="light")
         page.goto(page_file.as_uri())
         page.wait_for_selector("html[data-drawn]")
-        _show_top_of(page, "#curves")
-        page.screenshot(path=report, clip={"x": 0, "y": 0, "width": 1180, "height": 590})
-        listed = page.locator("#list button")
-        for name, value in (("kind", "train"), ("outcome", "win"), ("end", "natural")):
-            page.locator(f"#filters [name={name}]").select_option(value)
-            if not listed.count():
-                page.locator(f"#filters [name={name}]").select_option("")
-        listed.nth(listed.count() // 2).click()
-        page.locator(".turns button").last.click()
-        page.locator("[data-act=mode]").select_option("logprob")
-        _show_top_of(page, "#browser")
-        page.screenshot(path=games, clip={"x": 0, "y": 0, "width": 1180, "height": 860})
+        _save(page, report)
+        mode = page.locator("[data-act=mode]")
+        if not mode.count():  # no game is open
+            page.locator("#list button").first.click()
+        mode.select_option("logprob")
+        top_of_games = "document.querySelector('#browser').getBoundingClientRect().top + scrollY - 56"
+        page.evaluate(f"scrollTo({{ top: {top_of_games}, behavior: 'instant' }})")
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(500)
+        _save(page, games)
         browser.close()
 
 
-def _show_top_of(page: Page, selector: str) -> None:
-    to = f"document.querySelector('{selector}').getBoundingClientRect().top + scrollY - 56"
-    page.evaluate(f"scrollTo({{ top: {to}, behavior: 'instant' }})")
-    page.wait_for_timeout(500)
+def _save(page: Page, path: Path) -> None:
+    """Save what the page shows with 256 colours, which a page of text does not exceed by much."""
+    page.screenshot(path=path)
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def main(what: str, runs: list[Path]) -> None:
+def main(run: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
-    if what == "top":
-        picture_of_top(runs[0], PICTURES / "top.svg")
-    else:
-        pictures_of_report(runs, PICTURES / "report.png", PICTURES / "games.png")
+    with tempfile.TemporaryDirectory() as directory:
+        picture_of_top(running_copy(run, Path(directory) / run.name), PICTURES / "top.svg")
+    pictures_of_report(run, PICTURES / "report.png", PICTURES / "games.png")
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case [("top" | "report") as what, *runs] if runs:
-            main(what, [Path(run) for run in runs])
-        case _:
-            raise SystemExit(__doc__)
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]))

@@ -30,7 +30,8 @@ PLACES = {
 """Pages whose place on the site is not that in the repository."""
 COPIED = (".ipynb", ".json", ".png", ".svg")
 LANGUAGES = {".jsonl": "json", ".py": "python", ".sbatch": "bash", ".toml": "toml", ".yaml": "yaml"}
-LINK = re.compile(r"```.*?```|`[^`]+`|(?<=\]\()(?P<link>[^)\s]+)(?=\))|(?<=src=\")(?P<image>[^\"]+)", re.DOTALL)
+CODE = r"```.*?```|`(?!`)(?P<key>[\w.]*)[^`]*`"
+LINK = re.compile(CODE + r"|(?<=\]\()(?P<link>[^)\s]+)(?=\))|(?<=src=\")(?P<image>[^\"]+)", re.DOTALL)
 """Code, in which nothing is a link, or the target of a link or an image."""
 API = {
     "Python": [f"unstable_lite.{name}" for name in sorted(unstable_lite.__all__, key=str.lower)],
@@ -56,6 +57,9 @@ One run of the quickstart, as `python -m unstable_lite report RUN` writes it ([t
 
 <iframe src="demo/report.html" title="Report of a run of the quickstart"></iframe>
 """
+
+KEYS = set(re.findall(r"^### `(\w+\..+)`$", (ROOT / "docs" / "config.md").read_text(encoding="utf-8"), re.M))
+"""The keys of a config, without those of environments."""
 
 origins: dict[str, PurePosixPath] = {}
 """Path in the repository of each page from it, by its path on the site."""
@@ -105,13 +109,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Make links to files of the repository links to their places on the site."""
+    """Make links to files of the repository links to their places on the site, and each name of a key a link."""
     place = page.file.src_uri
     if place.startswith("repository/"):
         page.meta["search"] = {"exclude": True}  # code would come before the pages that explain it
 
     def on_site(found: re.Match[str]) -> str:
         link = found["link"] or found["image"]
+        if (key := found["key"]) in KEYS and place != "config.md" and markdown[found.start() - 1] != "[":
+            keys = posixpath.relpath("config.md", posixpath.dirname(place) or ".")
+            return f"[{found[0]}]({keys}#{key.replace('.', '')})"
         if link is None or (target := target_of(place, link)) is None:
             return found[0]
         _, hash_sign, anchor = link.partition("#")

@@ -84,6 +84,12 @@ def test_every_link_and_picture_of_the_site_has_a_target(site: Path, seen: dict[
     assert "demo/report.html" in seen[site / "demo.html"].loaded
 
 
+def test_a_key_on_a_page_links_to_its_description(site: Path, seen: dict[Path, Seen]) -> None:
+    assert "config.html#runeval_share" in seen[site / "migration.html"].links
+    assert "config.html#trackerkeep_tokens" in seen[site / "evaluate.html"].links
+    assert {"runeval_share", "trackerkeep_tokens", "templatesnamechat"} <= seen[site / "config.html"].ids
+
+
 def test_pages_load_nothing_from_other_servers(seen: dict[Path, Seen]) -> None:
     loaded = {link for page in seen.values() for link in page.loaded}
     assert loaded
