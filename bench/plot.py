@@ -10,8 +10,23 @@ from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 300, 64, 16, 34, 46
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
-LEGEND_LINE = 15
+COLOURS = ("#3b7dd8", "#c04fa3", "#2e8b57", "#8d63d2", "#0f8aa0", "#747c87", "#6b8a1e")
+"""Colours of lines and marks: at least 3 to 1 on the paper of both styles, without red and yellow."""
+MARKS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "M-3.5-3.5h7v7h-7z",
+    "M0-4.5L4.5 3.5h-9z",
+    "M0-5L5 0L0 5L-5 0z",
+    "M0 4.5L4.5-3.5h-9z",
+    "M-1.5-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
+    "M-4.5-1.2h9v2.4h-9z",
+)
+"""Shapes of marks: circle, square, triangle, diamond, the other triangle, cross, bar."""
+STYLE = (
+    "text{fill:#1a1a1a}.paper{fill:#fff}.grid{stroke:#e4e4e4}"
+    "@media (prefers-color-scheme:dark){text{fill:#e6e6e6}.paper{fill:#16181b}.grid{stroke:#34373c}}"
+)
+LEGEND_LINE = 13
 CHAR_WIDTH = 6.2
 """Mean width of a character of the font, in pixels."""
 
@@ -45,7 +60,7 @@ def to_svg(charts: Sequence[Chart], columns: int = 2) -> str:
     ]
     size = f'width="{columns * WIDTH}" height="{rows * HEIGHT}" viewBox="0 0 {columns * WIDTH} {rows * HEIGHT}"'
     style = 'font-family="sans-serif" font-size="11"'
-    background = '<rect width="100%" height="100%" fill="white"/>'
+    background = f'<style>{STYLE}</style><rect width="100%" height="100%" class="paper"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(drawn)}</svg>\n'
 
 
@@ -60,8 +75,8 @@ def _draw(chart: Chart) -> str:
     )
     if not points:
         return "".join([*text, _text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")])
-    # A line has room beside the legend more often than a cloud of dots.
-    top = TOP + LEGEND_LINE * len(lines) if chart.has_legend and chart.marks == "dots" else TOP
+    legend, top = _legend([*lines]) if chart.has_legend else ([], TOP)
+    text += legend
     x_values = [-0.5, len(chart.x_names) - 0.5] if chart.x_names else [x for x, _ in points]
     x_axis = _Axis(x_values, LEFT, WIDTH - RIGHT, chart.log_x)
     y_values = [y for _, y in points] + ([] if chart.log_y else [*chart.y_includes])
@@ -70,15 +85,15 @@ def _draw(chart: Chart) -> str:
     ticks = names or [(x, _short(x)) for x in x_axis.ticks]
     for x, name in ticks:
         place = x_axis.place(x)
-        text.append(f'<path d="M{place:.1f} {top}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
+        text.append(f'<path d="M{place:.1f} {top}V{HEIGHT - BOTTOM}" class="grid"/>')
         fitting = int((WIDTH - LEFT - RIGHT) / len(ticks) / CHAR_WIDTH)
         for number, line in enumerate(textwrap.wrap(name, max(fitting, 4))):
             text.append(_text(place, HEIGHT - BOTTOM + 16 + 12 * number, line, "middle"))
     for y in y_axis.ticks:
         place = y_axis.place(y)
-        text.append(f'<path d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}" stroke="#e4e4e4"/>')
+        text.append(f'<path d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}" class="grid"/>')
         text.append(_text(LEFT - 6, place + 4, _short(y), "end"))
-    for index, (name, parts) in enumerate(lines.items()):
+    for index, parts in enumerate(lines.values()):
         colour = COLOURS[index % len(COLOURS)]
         for part in parts:
             if chart.marks != "dots":
@@ -86,16 +101,27 @@ def _draw(chart: Chart) -> str:
                 width = 1.8 if chart.marks == "both" else 1
                 text.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
             if chart.marks != "lines":
-                look = (
-                    f'r="2.4" fill="{colour}"' if chart.marks == "both" else f'r="4" fill="{colour}" fill-opacity="0.7"'
-                )
-                text += [f'<circle cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" {look}/>' for x, y in part]
-        if not chart.has_legend:
-            continue
-        at = TOP + 12 + index * LEGEND_LINE
-        text.append(f'<path d="M{LEFT + 8} {at - 4}h14" stroke="{colour}" stroke-width="3"/>')
-        text.append(_text(LEFT + 27, at, name, "start"))
+                text += [_mark(x_axis.place(x), y_axis.place(y), index, chart.marks) for x, y in part]
     return "".join(text)
+
+
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """Return marks and names side by side in as many lines as they need, and the top of the plot below them."""
+    drawn: list[str] = []
+    x, y = float(LEFT), TOP - 4
+    for index, name in enumerate(names):
+        width = 26 + CHAR_WIDTH * len(name)
+        if x > LEFT and x + width > WIDTH - RIGHT:
+            x, y = float(LEFT), y + LEGEND_LINE
+        drawn += [_mark(x + 5, y - 4, index, "dots"), _text(x + 13, y, name, "start")]
+        x += width
+    return drawn, y + LEGEND_LINE - 2
+
+
+def _mark(x: float, y: float, index: int, marks: str) -> str:
+    shape, colour = MARKS[index % len(MARKS)], COLOURS[index % len(COLOURS)]
+    size = " scale(0.6)" if marks == "both" else ""
+    return f'<path d="{shape}" transform="translate({x:.1f},{y:.1f}){size}" fill="{colour}" fill-opacity="0.85"/>'
 
 
 def _parts(chart: Chart, points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:

@@ -15,11 +15,11 @@ from bench.study.statistics import supports_no_claim
 COLUMNS = 3
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere;max-width:1440px;margin:0 auto;
-padding:0 1rem;color:#1a1a1a;background:#fff}
+padding:0 1rem;color:light-dark(#1a1a1a,#e6e6e6);background:light-dark(#fff,#16181b);color-scheme:light dark}
 .charts{display:flex;flex-wrap:wrap;gap:.5rem}.charts svg{width:min(460px,100%);height:auto}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
-.note{border-left:4px solid #b45309;padding:.3rem .8rem;background:#fff7ed}
+td,th{padding:.2rem .6rem;border-bottom:1px solid light-dark(#ddd,#34373c);text-align:left;white-space:nowrap}
+.note{border-left:4px solid #b45309;padding:.3rem .8rem;background:light-dark(#fff7ed,#2b2118)}
 """
 METHOD = (
     "Interquartile means (IQM) with 95 % percentile bootstrap intervals over seeds. A difference is the interquartile "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.contrast import Colour, contrast, mixed, of_hex
 from unstable_lite.dashboards import report
 
 CSS = (Path(report.__file__).parent / "page.css").read_text("utf-8")
 THEMES = ("light", "dark")
-Colour = tuple[float, ...]
 
 
 def rule(selector: str) -> str:
@@ -25,27 +25,15 @@ def end(selector: str, colour: str) -> str:
 
 
 def paint(expression: str, theme: str, under: str = "var(--card)") -> Colour:
-    """Return red, green and blue from 0 to 1 of a CSS colour that lies on another one."""
+    """Return a CSS colour that lies on another one."""
     if expression == "transparent":
         return paint(under, theme)
     if name := re.fullmatch(r"var\(--([\w-]+)\)", expression):
         (colours,) = re.findall(rf"^  --{name[1]}: light-dark\((#\w+), (#\w+)\);$", CSS, re.M)
-        code = colours[THEMES.index(theme)]
-        return tuple(int(code[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        return of_hex(colours[THEMES.index(theme)])
     mix = re.fullmatch(r"color-mix\(in srgb, (.+?) (\d+)%, (.+)\)", expression)
     assert mix, expression
-    share, one, other = int(mix[2]) / 100, paint(mix[1], theme, under), paint(mix[3], theme, under)
-    return tuple(share * a + (1 - share) * b for a, b in zip(one, other, strict=True))
-
-
-def luminance(colour: Colour) -> float:
-    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(one: Colour, other: Colour) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
+    return mixed(paint(mix[1], theme, under), int(mix[2]) / 100, paint(mix[3], theme, under))
 
 
 TOKEN = 50
