@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from unstable_lite.cli import evaluation, new, runs
 from unstable_lite.cli.options import ConfigPath, Debug, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.orchestrator.event_loop import end_signals
+from unstable_lite.tracking.intervals import percent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from unstable_lite.orchestrator.run import Summary
 
@@ -110,7 +110,7 @@ def check(
 ) -> None:
     """Validate a config; print its processes, devices, memory and games. Only --model starts a process."""
     with errors_as_messages(debug):
-        from unstable_lite.dashboards.terminal import key_value_lines
+        from unstable_lite.dashboards.terminal import key_value_lines, print_lines
         from unstable_lite.learner import LEARNERS, find_learner
         from unstable_lite.models.files import check_weights
         from unstable_lite.planning.memory import describe
@@ -125,13 +125,13 @@ def check(
             model_name, vram_gib = memory
             out.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")
             rows = describe(model_name, vram_gib, plan.config if plan else None)
-            out.print(key_value_lines(rows), soft_wrap=True)
+            print_lines(out, key_value_lines(rows))
         elif plan is not None:
             if resolved:
                 out.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
-            out.print(key_value_lines(plan.describe()), soft_wrap=True)
+            print_lines(out, key_value_lines(plan.describe()))
             if model:
-                out.print(check_weights(plan.config.model_name, plan.config.trust_remote_code), soft_wrap=True)
+                print_lines(out, check_weights(plan.config.model_name, plan.config.trust_remote_code))
             out.print(f"\n{config} can run.")
         else:
             raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
@@ -163,12 +163,14 @@ def envs(
     pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "",
 ) -> None:
     """List TextArena's env ids for training and OpenSpiel's games, with players and remarks."""
+    from unstable_lite.dashboards.terminal import plain_table
     from unstable_lite.games.env_catalogue import describe_envs, env_family
     from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
     from unstable_lite.plugins import suggestion
 
-    table, described = Table("env id", "players", "remark"), describe_envs()
+    table, described = plain_table("", ("env id", "players", "remark"), ()), describe_envs()
+    table.columns[0].no_wrap, table.columns[1].max_width = True, 12  # ids are copied
     for env_id, players, remark in described:
         if pattern.lower() in env_id.lower():
             family = env_family(env_id)
@@ -221,21 +223,22 @@ def main() -> None:
 
 
 def print_summary(summary: Summary) -> None:
-    from unstable_lite.dashboards.terminal import as_line, evaluation_tables, key_value_lines, remark_lines
+    from unstable_lite.dashboards.terminal import evaluation_tables, key_value_lines, print_lines, remark_lines
     from unstable_lite.tracking.displayed_metrics import Totals, duration
 
     out = console()
-    for table in evaluation_tables(summary.evaluations):
-        out.print(table)
+    for table in evaluation_tables(summary.results):
+        out.print(table, "")
     for line in remark_lines(summary.evaluations):
-        out.print(line, soft_wrap=True)
+        print_lines(out, line)
     planned = f" of {summary.planned_updates}" * (summary.updates < summary.planned_updates)
     skipped = f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates)
     since = " since the resume" * summary.is_resumed
     totals = Totals(summary.games, summary.eval_games, summary.void_games, summary.seconds)
-    directory = shlex.quote(str(summary.directory))
+    directory = str(summary.directory)
+    resume = f"unstable-lite run --resume {shlex.quote(directory)}"
     dropped, played = summary.dropped_stale_steps, summary.played_steps
-    dropped_shown = f"{dropped}" + (f" of {played} ({dropped / played:.1%})" if played else "")
+    dropped_shown = f"{dropped}" + (f" of {played} ({percent(dropped / played)})" if played else "")
     dropped_shown += f"; most of {summary.most_dropped}" if summary.most_dropped else ""
     rows = [
         ("updates", f"{summary.updates}{planned}{skipped}"),
@@ -243,29 +246,49 @@ def print_summary(summary: Summary) -> None:
         *[("ended early", text) for text in summary.ended_early],
         ("stale steps dropped", dropped_shown),
         ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
-        ("run directory", str(summary.directory)),
+        ("run directory", directory),
     ]
     if summary.checkpoint is not None:
         rows.append(("newest adapter", str(summary.checkpoint)))
-    rows += [
-        ("games, turn by turn", str(summary.directory / "games.jsonl")),
-        ("curves", f"tensorboard --logdir {shlex.quote(str(summary.directory / 'tensorboard'))}"),
-        ("report", f"unstable-lite report {directory}"),
-    ]
+    rows += _next_commands(summary)
     if planned and summary.stopped_by is None:
-        rows.append(("to continue", f"unstable-lite run --resume {directory}"))
-    out.print(key_value_lines(rows), soft_wrap=True)
+        rows.append(("to continue", resume))
+    print_lines(out, key_value_lines(rows))
     for line in (*(f"alarm {alarm}" for alarm in summary.alarms), *summary.collapsed):
-        out.print(as_line(line), soft_wrap=True)
+        print_lines(out, line)
     if summary.stopped_by is not None:
-        way_on = f"; to continue regardless: unstable-lite run --resume {directory}"
-        saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, because no update was made"
+        saved = (
+            f"{summary.checkpoint}; to continue regardless: {resume}"
+            if summary.checkpoint
+            else "none, because no update was made"
+        )
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
+
+
+def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the best checkpoint and the commands that come next, to be pasted."""
+    from unstable_lite.adapters.frozen import find_saved
+
+    directory, model = str(summary.directory), f"run:{summary.directory}/best"
+    steps = {one.step for row in summary.results if not row.is_concurrent for one in row.evaluations if one.step}
+    try:
+        best = find_saved(model.removeprefix("run:")).name
+        yield "best checkpoint", f"{best}, best of {len(steps)} evaluation{'s' * (len(steps) > 1)}: {model}"
+    except ConfigError:  # none was both evaluated and saved
+        model = directory
+    yield "games, turn by turn", str(summary.directory / "games.jsonl")
+    yield "curves", shlex.join(["tensorboard", "--logdir", str(summary.directory / "tensorboard")])
+    yield "report", shlex.join(["unstable-lite", "report", directory])
+    if summary.checkpoint is not None:
+        if any(row.opponent.partition(",")[0] != "none" for row in summary.results):
+            yield "play against it", shlex.join(["unstable-lite", "play", model])
+        output = str(summary.directory / "eval")
+        yield "evaluate it again", shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
 
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:
     """Print the results of `sft`, whose `record` is the content of sft.json."""
-    from unstable_lite.dashboards.terminal import key_value_lines
+    from unstable_lite.dashboards.terminal import key_value_lines, print_lines
 
     metrics: dict[str, float] | None = record["metrics"]
     games = "" if record["games"] is None else f", from {record['games']} games, {record['void_games']} void"
@@ -274,7 +297,10 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
     if metrics is None:
         rows += [
             ("pairs file", str(directory / "pairs.jsonl")),
-            ("to train on them", f"unstable-lite sft {config} sft.data={directory / 'pairs.jsonl'}"),
+            (
+                "to train on them",
+                shlex.join(["unstable-lite", "sft", str(config), f"sft.data={directory / 'pairs.jsonl'}"]),
+            ),
         ]
     else:
         first, last = metrics["train_loss_first_epoch"], metrics["train_loss_last_epoch"]
@@ -289,6 +315,9 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
         rows += [
             ("time", f"{record['seconds']:.0f} s"),
             ("adapter", str(directory)),
-            ("to start from it", f"unstable-lite run {config} lora.initial_lora_path={directory}"),
+            (
+                "to start from it",
+                shlex.join(["unstable-lite", "run", str(config), f"lora.initial_lora_path={directory}"]),
+            ),
         ]
-    console().print(key_value_lines(rows), soft_wrap=True)
+    print_lines(console(), key_value_lines(rows))

@@ -16,8 +16,9 @@ def runs(outputs: Outputs = Path("outputs"), debug: Debug = False) -> None:
     """List the runs in --outputs, the newest first."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.run_directory import list_runs, runs_table
+        from unstable_lite.dashboards.terminal import print_lines
 
-        console().print(runs_table(list_runs(outputs)), soft_wrap=True)
+        print_lines(console(), runs_table(list_runs(outputs)))
 
 
 def top(

@@ -211,10 +211,8 @@ class RunEntry:
     record), or `unreadable`, for any damage."""
     updates: str = "0/0"
     """Number of updates, made and planned."""
-    points: str = "–"
-    """Points and number of games of the newest evaluation."""
-    content: str = ""
-    """Algorithm, model and training envs; of an unreadable run the reason."""
+    result: str = ""
+    """Result against the first opponent of the config, before training and now; of an unreadable run the reason."""
 
 
 def list_runs(outputs: Path) -> list[RunEntry]:
@@ -223,35 +221,40 @@ def list_runs(outputs: Path) -> list[RunEntry]:
 
 
 def runs_table(entries: Sequence[RunEntry]) -> Text:
-    """Return three lines per run: numbers, content, and the directory, which is never cut because it is copied."""
-    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'points (games)':>15}  {'size':>9}", style="bold")]
+    """Return two lines per run: numbers, and the directory, which is never cut because it is copied."""
+    lines = [Text(f"{'state':<10}  {'updates':>11}  {'size':>8}  before → newest result (95 %)", style="bold")]
     for entry in entries:
-        line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
-        line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
-        line.append(f"  {entry.updates:>11}  {entry.points:>15}  {filesize.decimal(entry.size_bytes):>9}")
-        lines += [line, Text(f"    {entry.content}", style="dim"), Text(f"    {entry.directory}")]
+        line = Text(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
+        line.append(f"  {entry.updates:>11}  {filesize.decimal(entry.size_bytes):>8}  {entry.result}", style="default")
+        lines += [line, Text(f"    {entry.directory}")]
     return Text("\n").join(lines)
 
 
 def _entry(directory: Path) -> RunEntry:
     entry = RunEntry(directory=directory)
     try:
-        entry.began, entry.size_bytes = _began(directory), _size_on_disk(directory)
+        entry.began, entry.size_bytes = _began(directory, []), _size_on_disk(directory)
         with understood(directory):
             run = RunDirectory(directory)
             run.refresh()
-            counted = [line for line in run.lines("eval") if line["n"] and line["points"] is not None]
-            newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
-            points = "–" if newest is None else f"{newest['points']:.1%} ({newest['n']})"
-            env_ids = dict.fromkeys(str(env["env_id"]) for env in run.config["train_envs"])
-            content = ", ".join((run.config.get("algorithm", ""), run.config["model_name"], *env_ids)).strip(", ")
+            result, began = _result(run.results()), _began(directory, run.lines("metrics"))
             is_paused = (directory / PAUSED).exists()
             state = ("paused" if is_paused else "running") if _is_locked(run) else run.ending or "killed"
-            entry.updates, entry.points, entry.content = f"{run.num_updates}/{run.learning_steps}", points, content
-            entry.state = state
+            entry.updates, entry.state = f"{run.num_updates}/{run.learning_steps}", state
+            entry.result, entry.began = result, began
     except (UnstableError, OSError) as error:
-        entry.content = str(error)
+        entry.result = str(error)
     return entry
+
+
+def _result(rows: Sequence[ResultRow]) -> str:
+    if not rows:
+        return "no evaluation yet"
+    row = rows[0]
+    before = f"{row.before.value_text} → " * (row.before is not row.newest)
+    more = f", and {len(rows) - 1} more" * (len(rows) > 1)
+    when = " before training" * (not row.newest.step)
+    return f"{row.label}: {before}{row.newest.value_text}{when} ({row.newest.interval_text}){more}"
 
 
 def _is_locked(run: RunDirectory) -> bool:
@@ -267,8 +270,13 @@ def _is_locked(run: RunDirectory) -> bool:
     return lock is None
 
 
-def _began(directory: Path) -> float:
-    """Return the start time in the name, because copying changes the times of files; else that of the first file."""
+def _began(directory: Path, metrics: Sequence[Metrics]) -> float:
+    """Return the time of the first metrics; else the local time in the name, else that of the first file.
+
+    Copying changes the times of files, and a local time may occur twice in the night when clocks change.
+    """
+    if metrics:
+        return float(metrics[0]["time"])
     try:
         return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
     except ValueError:

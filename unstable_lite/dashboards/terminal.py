@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -27,8 +28,12 @@ from rich.text import Text
 from unstable_lite.config.games import against
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.intervals import percent
+from unstable_lite.tracking.result_rows import ResultRow
 
 PLAIN_LINE_EVERY_S = 5.0
+LEFT = (TextColumn("left"), TimeRemainingColumn())
+"""Columns of the time that is left, for a progress without an own text."""
 
 
 class VisibleConsole(Console):
@@ -69,8 +74,7 @@ class TerminalInterface:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *LEFT,
             console=self.console,
         )
         self._status: Callable[[], str] | None = None
@@ -97,10 +101,14 @@ class TerminalInterface:
         """Show the progress.
 
         batch_progress: number of steps that wait for the next update, and number that it takes. status: current text
-        for the live line; default: that of the last update.
+        below the progress, with the time that is left; default: that of the last update.
         """
         self._batch_progress = batch_progress
         self._status = status
+        self._progress.columns = (
+            *(one for one in self._progress.columns if one not in LEFT),
+            *([] if status else LEFT),
+        )
         self._progress.reset(self._task, total=total_updates, completed=completed)
         self._is_counting = True
         self._show()
@@ -143,9 +151,9 @@ class TerminalInterface:
     def say(self, text: str) -> None:
         """Print one dated line."""
         if not self._quiet:
-            now = Text(f"{time.strftime('%H:%M:%S')} ", style="dim")
+            now = Text(f"{time.strftime('%H:%M:%S')}  ", style="dim")
             with contextlib.suppress(OSError):  # a file on a full disk, or a pipe without a reader
-                self.console.print(Text.assemble(now, as_line(text)), soft_wrap=True)
+                print_lines(self.console, Text.assemble(now, as_line(text)))
 
     def _render(self) -> Group:
         lines: list[RenderableType] = []
@@ -155,9 +163,10 @@ class TerminalInterface:
                 waiting, needed = self._batch_progress()
                 bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
                 lines.append(Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
-            lines.append(as_line(self._status() if self._status is not None else self._last_status))
+            shown = self._status() if self._status is not None else self._last_status
+            lines += [hanging(as_line(line), self.console.width) for line in shown.split("\n")]
         for describe, since in self._doing:
-            lines.append(Text(f"{describe()}  ({time.monotonic() - since:.0f} s)", style="cyan"))
+            lines.append(Text(f"{describe()}  ({time.monotonic() - since:.0f} s)"))
         return Group(*lines)
 
     def show_update(self, update: int, total: int, status: str) -> None:
@@ -174,6 +183,38 @@ def as_line(text: str) -> Text:
     line = Text(text)
     line.highlight_regex(r"^(alarm|collapsed|declined)\b|  alarms \d.*$", "red")
     return line
+
+
+def hanging(line: Text, width: int) -> Text:
+    """Return the line wrapped: between columns, which two spaces part, else between words, which are never cut.
+
+    What follows begins below the second column.
+    """
+    first = re.match(r" *\S+(?: \S+)*  +", line.plain)
+    indent = first.end() if first is not None and first.end() <= width // 2 else 2
+    parts = list[tuple[int, int]]()
+    for column in re.finditer(r" *\S+(?: \S+)* *", line.plain):
+        if cell_len(column[0].rstrip()) <= width - indent:
+            parts.append(column.span())
+        else:
+            words = re.finditer(r" *\S+ *", column[0])
+            parts += [(column.start() + word.start(), column.start() + word.end()) for word in words]
+    breaks, used = list[int](), 0
+    for start, end in parts:
+        if used > indent and used + cell_len(line.plain[start:end].rstrip()) > width:
+            breaks.append(start)
+            used = indent
+        used += cell_len(line.plain[start:end])
+    lines = line.divide(breaks)
+    for one in lines:
+        one.rstrip()
+    return Text("\n" + " " * indent).join(lines)
+
+
+def print_lines(console: Console, text: str | Text) -> None:
+    """Print lines: whole, but on a terminal wrapped at words."""
+    for line in text.split() if isinstance(text, Text) else map(as_line, text.split("\n")):
+        console.print(hanging(line, console.width) if console.is_terminal else line, soft_wrap=True)
 
 
 def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:
@@ -198,40 +239,32 @@ def plain_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Tab
     return table
 
 
-def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """Return one table for each env and opponent, in chronological order."""
+def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
+    """Return one table for each result row, with its evaluations in chronological order."""
     tables = []
-    for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
-        has_winners = any(math.isfinite(e.points) for e in rows)
-        has_choices = any(e.choices for e in rows)
-        shown = ("points", "95 % interval", "won", "draw") if has_winners else ("reward", "95 % interval")
-        columns = ("games", *shown, "own\ninvalid", *["best\nmoves"] * has_choices)
-        table = plain_table(f"{env_id}{against(opponent)}", ("when", "model"), columns)
-        for evaluation in rows:
-            if not evaluation.n:
-                share = interval = "–"
-            elif has_winners:
-                share, (low, high) = f"{evaluation.points:.1%}", evaluation.interval
-                interval = f"{100 * low:.1f} – {high:.1%}"
-            else:
-                share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.interval
-                interval = f"{low:.3f} – {high:.3f}" if math.isfinite(low) else "–"
+    for row in rows:
+        evaluations = row.evaluations
+        has_choices = any(one.choices for one in evaluations)
+        wins = ["won", "draw"] if row.newest.is_share else []
+        columns = ("games", row.value_name, "95 %", *wins, "own\ninvalid", *["best\nmoves"] * has_choices)
+        table = plain_table(row.title, ("when", "model"), columns)
+        for one in evaluations:
             table.add_row(
-                evaluation.label,
-                evaluation.model,
-                f"{evaluation.n}" + f" (+{evaluation.void} void)" * bool(evaluation.void),
-                share,
-                interval,
-                *([f"{evaluation.wins}", f"{evaluation.draws}"] if has_winners else []),
-                evaluation.own_invalid,
-                *[f"{evaluation.optimal_share:.0%}" if evaluation.choices else "–"] * has_choices,
+                one.label,
+                one.model,
+                f"{one.n}" + f" (+{one.void} void)" * bool(one.void),
+                one.value_text,
+                one.interval_text,
+                *[f"{one.wins}", f"{one.draws}"] * bool(wins),
+                one.own_invalid,
+                *[percent(one.optimal_share) if one.choices else "–"] * has_choices,
             )
-        table.caption = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None
+        if row.change is not None:
+            table.caption = f"change {row.change_text()} (95 %: {row.change_interval_text}): {row.verdict_text}"
         tables.append(table)
     return tables
 
 
-def remark_lines(evaluations: Sequence[Evaluation]) -> list[str]:
+def remark_lines(evaluations: Iterable[Evaluation]) -> list[str]:
     """Return the remarks on evaluations, to print below their tables."""
     return [f"{e.label}, {e.env_id}{against(e.opponent)}: {remark}" for e in evaluations for remark in e.remarks]

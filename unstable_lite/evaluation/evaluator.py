@@ -9,12 +9,13 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 
+from unstable_lite.adapters.frozen import RUN
+from unstable_lite.dashboards.terminal import print_lines
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.evaluation.ladder import Place, RatedGame, rate, write_places
 from unstable_lite.evaluation.models import EvaluatedModel, find_models, find_run
@@ -22,6 +23,7 @@ from unstable_lite.evaluation.plan import Cell, EvaluationPlan, game_spec, in_ro
 from unstable_lite.evaluation.results import CellEvaluation, Results, write_tables
 from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.human import news
 from unstable_lite.games.players.policy import Player, thinking_budget
 from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import templates_for
@@ -170,18 +172,20 @@ async def _play_all(
 
 
 class _Shown:
-    """Player whose answers are shown, and its observations too if no person plays at the terminal."""
+    """Player whose answers are shown, and the news of its observations too if no person plays at the terminal."""
 
     def __init__(self, player: Player, name: str, console: Console, shows_observation: bool) -> None:
         self._player = player
         self._name = name
         self._console = console
         self._shows_observation = shows_observation
+        self._seen = ""
 
     async def act(self, observation: str) -> Reply:
         if self._shows_observation:
             self._console.rule(self._name)
-            self._console.print(observation.strip(), style="dim")
+            self._console.print(news(self._seen, observation), style="dim")
+            self._seen = observation
         reply = await self._player.act(observation)
         self._console.print(f"{self._name}: ", end="", style="bold")
         self._console.print(reply.text.strip() or "(nothing)", end="")
@@ -217,8 +221,9 @@ def plan_game(
 
 
 def _newest_of(word: str) -> str:
-    """Return the path of a run's newest checkpoint; any other word unchanged."""
-    return str(find_models([word])[-1].path) if (Path(word) / "checkpoints").is_dir() else word
+    """Return the path of a run's newest or named checkpoint, which has a short name; any other word unchanged."""
+    is_run = word.startswith(RUN) or (Path(word) / "checkpoints").is_dir()
+    return str(find_models([word])[-1].path) if is_run else word
 
 
 async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:
@@ -246,12 +251,19 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
         record = new_record(spec)
         await run_game(record, await environments.make(spec), players)
         console.rule("the end")
+        for reason in dict.fromkeys(str(info.get("reason", "")) for info in record.game_info.values()):
+            console.print(reason, end="\n" * bool(reason))
         for pid, outcome in record.outcomes.items():
             remark = " by an invalid move" * (pid in record.invalid_pids)
-            reason = record.game_info.get(pid, {}).get("reason", "")
-            console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g}) {reason}")
+            console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g})")
         return record
+
+    def say(text: str) -> None:
+        """Print a warning; other lines are about engines."""
+        if text.startswith("warning"):
+            print_lines(console, text)
 
     with tempfile.TemporaryDirectory() as logs, cancelled_by_signals():
         async with opened_env_pool(Path(logs), config.env_timeout_s) as environments:
-            return await with_engines(evaluation, Path(logs), partial(console.print, style="dim"), play_one)
+            console.print("loading …", style="dim")
+            return await with_engines(evaluation, Path(logs), say, play_one)

@@ -27,6 +27,7 @@ from unstable_lite.evaluation.plan import Cell, CellKey, read_key, seat_of
 from unstable_lite.files import RecordLog, open_to_write, read_records, replaced
 from unstable_lite.printable import as_markdown
 from unstable_lite.tracking.evaluations import Evaluation, Tally, by_deal, score
+from unstable_lite.tracking.result_rows import result_rows
 from unstable_lite.types import GameRecord
 
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template"}
@@ -210,20 +211,25 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         columns = ("games", "points", "95 %", "won", "drawn", "reward", "own\ninvalid")
         table = plain_table(title, ("model", *differing), columns)
         for e in shown:
-            low, high = e.interval
-            points = (f"{e.points:.1%}", f"{100 * low:.1f}–{100 * high:.1f}", str(e.wins), str(e.draws))
+            points = (e.value_text, e.interval_text, str(e.wins), str(e.draws))
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
                 f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
-                *(points if math.isfinite(e.points) else ["–"] * len(points)),
+                *(points if e.is_share else ["–"] * len(points)),
                 f"{e.mean_reward:+.3f}" if e.n else "–",
                 e.own_invalid,
             )
-        compared = [(e, e.describe_change(_first(e, shown))) for e in shown if e is not _first(e, shown)]
-        table.caption = "\n".join(f"{e.model}: {change}" for e, change in compared if change) or None
+        table.caption = "\n".join(filter(None, (_change(_first(e, shown), e) for e in shown))) or None
         tables.append(table)
     return tables
+
+
+def _change(first: CellEvaluation, later: CellEvaluation) -> str:
+    if later is first or not (first.n and later.n):
+        return ""
+    row = result_rows([first, later])[-1]
+    return f"{later.model}: {row.change_text(later)} compared with {first.model} (95 %: {row.change_interval_text})"
 
 
 def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:

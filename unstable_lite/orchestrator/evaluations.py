@@ -18,18 +18,24 @@ from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import unless_set
 from unstable_lite.orchestrator.workers import Colocation
 from unstable_lite.planning.envs import exact_envs
-from unstable_lite.tracking.evaluations import summarise_evaluation
+from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
+from unstable_lite.tracking.result_rows import row_label
 from unstable_lite.types import GameRecord, ModelRef
 
 if TYPE_CHECKING:
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 
+MOST_ROOM = 30
+"""Greatest width up to which labels of opponents are aligned."""
+
 
 class Evaluations:
     def __init__(self, parts: RunParts, progress: Progress) -> None:
         self._parts = parts
         self._progress = progress
+        self._headers = set[str]()
+        """Kinds of values below whose header results were said."""
 
     @property
     def is_due(self) -> bool:
@@ -75,12 +81,29 @@ class Evaluations:
                 return False
         evaluation = summarise_evaluation(label, update, model, env.env_id, env.opponent, records)
         parts.tracker.add_evaluation(evaluation)
-        parts.terminal.say(f"evaluation {label}: {evaluation.describe()}")
-        same = [e for e in parts.tracker.evaluations if (e.env_id, e.opponent) == (env.env_id, env.opponent)]
-        if same[0] is not evaluation and (change := evaluation.describe_change(same[0])) is not None:
-            parts.terminal.say(f"evaluation {label}: {change}")
+        self._say(evaluation)
         parts.health.check_evaluation(evaluation)
         return True
+
+    def _say(self, evaluation: Evaluation) -> None:
+        """Say an evaluation in one row, below a header for the first one, and each of its remarks."""
+        parts, say = self._parts, self._parts.terminal.say
+        config, when = parts.plan.config, f"update {evaluation.step}"
+        row = next((row for row in parts.results() if evaluation in row.evaluations), None)
+        if row is None:
+            say(f"{when}  {evaluation.describe()}")
+            return
+        cells = [(env.env_id, env.opponent) for env in config.eval_envs]
+        room = max(len(row_label(*cell, cells)) for cell in cells)
+        of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
+        form = f"{{:<{of_when}}}  {{:<{min(room, MOST_ROOM)}}}  {{:<{of_value}}}  {{}}"
+        if (value := row.value_name) not in self._headers:
+            self._headers.add(value)
+            say(form.format("when", "opponent", f"{value} (95 %)", "change"))
+        result = f"{evaluation.value_text} ({evaluation.interval_text})"
+        say(form.format(when, row.label, result, row.change_text(evaluation)))
+        for remark in (*evaluation.remarks, *filter(None, [evaluation.utility_text])):
+            say(f"{when}  {row.label}: {remark}")
 
 
 def is_evaluated(config: RunConfig, update: int) -> bool:

@@ -14,19 +14,20 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from unstable_lite.config.games import against
+from unstable_lite.dashboards.terminal import key_value_lines
 from unstable_lite.files import replaced
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer
-from unstable_lite.tracking.displayed_metrics import METRICS, metrics_of_env
-from unstable_lite.tracking.evaluations import FORFEIT_SHARE
+from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
 from unstable_lite.tracking.run_directory import LIVE
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Batch
 
 LIVE_EVERY_S = 2.0
+MOST_SHOWN = 4
+"""Most results below the progress."""
 
 
 class Progress:
@@ -39,8 +40,8 @@ class Progress:
         self._parts = parts
         self._skipped_in_a_row = 0
         self._started = time.monotonic()
-        self._games_before = self._tokens_before = 0
-        """Number of games played and of tokens generated before training started, or resumed."""
+        self._updates_before = self._games_before = self._tokens_before = 0
+        """Number of updates, of games played and of tokens generated before training started, or resumed."""
 
     @property
     def version(self) -> int:
@@ -57,12 +58,13 @@ class Progress:
         """Measure the time of training, and show the live line."""
         parts, config = self._parts, self._parts.plan.config
         self._started, self._games_before = time.monotonic(), parts.tracker.games_finished
+        self._updates_before = self.updates
         self._tokens_before = parts.workers.engines.generated_tokens
         parts.terminal.start(
             config.run.learning_steps,
             lambda: (parts.buffer.size(), config.learner.batch_size),
             self.updates,
-            status=self._live_line,
+            status=self._answers,
         )
         yield
         self.training_seconds = time.monotonic() - self._started
@@ -106,7 +108,8 @@ class Progress:
         metrics |= parts.health.check_update(self.updates, metrics)
         tracker.log_update(self.updates, metrics, updated.histograms)
         tracker.end_evaluations(still_playing={parts.registry.get_current_ckpt(), *+parts.collector.evaluating})
-        parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, self._live_line())
+        status = "  ".join([*self._reward(), self._pace(), *self._ended_early()]) + parts.health.status()
+        parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, status)
 
     def _engine_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -151,48 +154,59 @@ class Progress:
             metrics |= {f"trueskill/{env_id} current mu": mu, f"trueskill/{env_id} current sigma": sigma}
         return metrics
 
-    def _live_line(self) -> str:
-        """Return the state of this moment; metrics of an update are those of the last one."""
-        tracker, seconds = self._parts.tracker, max(time.monotonic() - self._started, 1e-9)
-        latest, games = tracker.latest, tracker.games_finished
+    def _answers(self) -> str:
+        """Return a line for each of three questions; metrics of an update are those of the last one."""
+        answers = ("Did it learn?", "  ".join(self._learned())), ("Can I believe it?", self._believable())
+        return key_value_lines([*answers, ("How long yet?", self._pace())])
+
+    def _learned(self) -> Iterator[str]:
+        """Yield the newest results, each group with its update, and the reward in training."""
+        config, rows = self._parts.plan.config, self._parts.results()
+        rows, step = [row for row in rows if not row.is_concurrent] or rows, -1
+        for row in rows[:MOST_SHOWN]:
+            newest, change = row.newest, f" ({row.change_text()})" * (row.change is not None)
+            when = f"update {newest.step}{' (before training)' * (not newest.step)}: " * (newest.step != step)
+            yield f"{when}{row.label} {newest.value_text}{change}"
+            step = newest.step
+        if len(rows) > MOST_SHOWN:
+            yield f"and {len(rows) - MOST_SHOWN} more"
+        if not rows:
+            is_on = config.run.eval_games or config.run.num_eval_workers
+            yield "no evaluation has ended yet" if is_on else "no evaluation, because run.eval_games is 0"
+        yield from self._reward()
+
+    def _reward(self) -> Iterator[str]:
+        """Yield the mean reward of the newest training games of the first env, if there are any."""
         reward, *_ = metrics_of_env(self._parts.plan.config.train_envs[0].env_id)
-        items = [
-            f"games {games} ({(games - self._games_before) / seconds:.1f}/s)",
-            f"tokens/s {self._tokens_per_s():.0f}",
-        ]
-        if reward.name in latest:
+        if reward.name in (latest := self._parts.tracker.latest):
             n = latest[reward.name.replace("/reward", "/n")]
-            items.append(f"{reward.shown(latest)} (n={n:.0f})")
-        items += self._points()
-        if "learner/staleness_mean" in latest:
-            items += [METRICS[name].shown(latest) for name in ("learner/staleness_mean", "learner/entropy")]
-        if ended := tracker.ended_early():
-            items.append("ended early: " + ", ".join(ended[:3] + ["…"] * (len(ended) > 3)))
-        return "  ".join(items) + self._parts.health.status()
+            yield f"training {reward.shown(latest)} (n={n:.0f})"
+
+    def _believable(self) -> str:
+        """Return the numbers of games without a proper end, the staleness, and the alarms."""
+        tracker = self._parts.tracker
+        items = [f"void games {tracker.void_games}", *self._ended_early()]
+        items += [f"{row.label}: {remark}" for row in self._parts.results() for remark in row.newest.remarks]
+        if "learner/staleness_mean" in tracker.latest:
+            items += [METRICS[name].shown(tracker.latest) for name in ("learner/staleness_mean", "learner/entropy")]
+        return "  ".join(items) + (self._parts.health.status() or "  no alarm")
+
+    def _ended_early(self) -> Iterator[str]:
+        if ended := self._parts.tracker.ended_early():
+            yield "ended early: " + ", ".join(ended[:3] + ["…"] * (len(ended) > 3))
+
+    def _pace(self) -> str:
+        """Return the time that is left, and the rates since training started."""
+        seconds, updates = max(time.monotonic() - self._started, 1e-9), self.updates - self._updates_before
+        games, missing = self._parts.tracker.games_finished, self._parts.plan.config.run.learning_steps - self.updates
+        left = f"{duration(seconds / updates * missing)} left" if updates else "known after an update"
+        rate = (games - self._games_before) / seconds
+        return f"{left}  games {games:,} ({rate:.1f}/s)  tokens/s {self._tokens_per_s():,.0f}"
 
     def _tokens_per_s(self) -> float:
         """Return the mean rate since training started."""
         generated = self._parts.workers.engines.generated_tokens - self._tokens_before
         return generated / max(time.monotonic() - self._started, 1e-9)
-
-    def _points(self) -> Iterator[str]:
-        """Yield the points in each eval env that can be won: of its last evaluation, else of the newest games."""
-        eval_envs, tracker = self._parts.plan.config.eval_envs, self._parts.tracker
-        in_order = sorted(tracker.evaluations, key=lambda e: e.step)  # they overlap, and end in any order
-        newest = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.points)}
-        for env in eval_envs:
-            evaluation = newest.get((env.env_id, env.opponent))
-            group = f"evaluation-{env.env_id} ({env.opponent})"
-            if evaluation is not None:
-                points, n, invalid = evaluation.points, evaluation.n, evaluation.ended_invalid / evaluation.n
-            elif f"{group}/Points" in tracker.latest:
-                points, n = tracker.latest[f"{group}/Points"], int(tracker.latest[f"{group}/n"])
-                invalid = sum(tracker.latest[f"{group}/Ended by {whose} invalid move"] for whose in ("own", "others'"))
-            else:
-                continue
-            in_env = f" in {env.env_id}" * (len(eval_envs) > 1)
-            forfeits = f", {invalid:.0%} ended by an invalid move" * (invalid > FORFEIT_SHARE)
-            yield f"points {points:.0%}{against(env.opponent)}{in_env} (n={n}{forfeits})"
 
 
 @contextlib.contextmanager

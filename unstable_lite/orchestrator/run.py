@@ -33,6 +33,7 @@ from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.result_rows import ResultRow
 from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.transport.rpc import reap_stale_sockets
@@ -73,6 +74,8 @@ class Summary:
     """Env and class of game length of which the largest share was dropped, if any was."""
     ended_early: tuple[str, ...] = ()
     """Numbers of games by the reason of their end, env and opponent."""
+    results: tuple[ResultRow, ...] = ()
+    """Row of each env and opponent with games, in the order of the config."""
 
 
 class Run:
@@ -242,6 +245,7 @@ class Run:
             played_steps=sum(counts["played"] for counts in parts.buffer.counts.values()),
             most_dropped=parts.buffer.counts.most_dropped(),
             ended_early=tuple(parts.tracker.ended_early()),
+            results=tuple(parts.results()),
         )
 
     def _run_into(self, outcome: futures.Future[Summary]) -> None:

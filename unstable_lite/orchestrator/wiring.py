@@ -54,6 +54,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
 from unstable_lite.tracking.records import JsonlSink
+from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import RichSink, Sink, Tracker
@@ -113,6 +114,11 @@ class RunParts:
     def alarm(self, text: str) -> None:
         """Report an alarm of the current update."""
         self.tracker.alarm(self.registry.get(self.registry.get_current_ckpt()).iteration or 0, text)
+
+    def results(self) -> list[ResultRow]:
+        """Return the result rows so far, opponents in the order of the config."""
+        order = [(env.env_id, env.opponent) for env in self.plan.config.eval_envs]
+        return result_rows(self.tracker.evaluations, order)
 
     @contextlib.asynccontextmanager
     async def wired(

@@ -184,19 +184,26 @@ class Workers:
         config, say = self._plan.config, self._say
         engines = [process for process in self.processes if process.channel.name.startswith("engine-")]
         if names := ", ".join(process.channel.name for process in self.processes):
-            say(f"waiting for {names}" + f" ({config.engine.kind}: {self._plan.engine_reason})" * bool(engines))
+            say(f"waiting for {names}")
+            log.info("engine %s: %s", config.engine.kind, self._plan.engine_reason)
         servers = engines if may_servers_be_late and config.engine.kind == VLLM_SERVER else []
         facts = await self._first_servers(servers) if servers else {}
         for process in self.processes:
             if process not in servers:
                 facts[process.channel.name] = await process.ready(config.engine.start_timeout_s)
-                say(f"{process.channel.name} is up: {shown(facts[process.channel.name])}")
+                self._say_up(process.channel.name, facts[process.channel.name])
         self.info = next((facts[one.channel.name] for one in engines if one.channel.name in facts), {})
         if "learner" in facts:
             self.adapter_bytes = int(facts["learner"]["adapter_bytes"])
         for text in prompt_warnings(config, self.prompts):
             say(f"warning: {text}")
             log.warning("%s", text)
+
+    def _say_up(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._say(f"{name} is up")
+        log.info(
+            "%s is up: %s", name, ", ".join(f"{k} {v}" for k, v in facts.items() if not isinstance(v, dict | list))
+        )
 
     async def _first_servers(self, processes: Sequence[WorkerProcess]) -> dict[str, dict[str, Any]]:
         """Wait until a server is up, and a little longer for the others; return their facts by name.
@@ -217,7 +224,7 @@ class Workers:
                         away.append(error)
                     else:
                         info[starting[task]] = task.result()
-                        self._say(f"{starting[task]} is up: {shown(task.result())}")
+                        self._say_up(starting[task], task.result())
         finally:
             for task in pending:
                 task.cancel()
@@ -271,11 +278,6 @@ async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) ->
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
     return result
-
-
-def shown(info: Mapping[str, Any]) -> str:
-    """Return a worker's facts as one line."""
-    return ", ".join(f"{key} {value}" for key, value in info.items() if not isinstance(value, (dict, list)))
 
 
 def environment(devices: Sequence[int | str], threads: int) -> dict[str, str]:

@@ -143,7 +143,7 @@ class Evaluation:
     @property
     def own_invalid(self) -> str:
         """Number of games that the model ended by an invalid move, with their share if `n` > 0."""
-        return f"{self.invalid}" + (f" ({self.invalid / self.n:.1%})" if self.n else "")
+        return f"{self.invalid}" + (f" ({percent(self.invalid / self.n)})" if self.n else "")
 
     @property
     def remarks(self) -> list[str]:
@@ -159,7 +159,7 @@ class Evaluation:
             if math.isfinite(self.points):
                 points = self.points * self.n - self.full_points
                 lost, won = points / total, (points + num_early) / total
-                text += f": {lost:.1%} of the points had all of these been lost, {won:.1%} had they been won"
+                text += f": {percent(lost)} of the points had all of these been lost, {percent(won)} had they been won"
             remarks.append(text)
         return remarks
 
@@ -169,38 +169,27 @@ class Evaluation:
             return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void{faults}"
         fault = "without an answer in a box" if is_judged(self.env_id) else "ended by its own invalid move"
         faults = f"; {self.invalid} {fault}{faults}"
-        if not math.isfinite(self.win_rate):
-            low, high = self.interval
-            interval = f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
-            games = f"{self.n} games of {self.env_id}{against(self.opponent)}"
-            return f"{self.model} had a mean reward of {self.mean_reward:.3f} in {games}{interval}{faults}"
-        low, high = self.interval
-        interval = f"(95 %: {low:.1%} – {high:.1%})"
+        result, interval = self.value_text, f" (95 %: {self.interval_text})" * (self.interval_text != "–")
         if is_judged(self.env_id):
             asked = f"{content_file(self.env_id)}{against(self.opponent)}"
-            return f"{self.model} answered {self.points:.1%} of {self.n} questions right {interval}, of {asked}{faults}"
-        text = (
-            f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
-            f"{self.opponent} {interval}: {self.wins} won, {self.draws} drawn{faults}"
-        )
-        if is_openspiel(self.env_id):  # points say less than the utility
-            low, high = self.reward_interval
-            text += f"; mean utility {self.mean_reward:+.3f} (95 %: {low:+.3f} – {high:+.3f})" * math.isfinite(low)
-        return text
+            return f"{self.model} answered {result} of {self.n} questions right{interval}, of {asked}{faults}"
+        games = f"{self.n} games of {self.env_id}{against(self.opponent)}"
+        if not self.is_share:
+            return f"{self.model} had a mean reward of {result} in {games}{interval}{faults}"
+        text = f"{self.model} scored {result} of the points in {games}{interval}: {self.wins} won, {self.draws} drawn"
+        return f"{text}{faults}{f'; {self.utility_text}' * bool(self.utility_text)}"
+
+    @property
+    def utility_text(self) -> str:
+        """Mean utility, of which points say less; empty outside of OpenSpiel's games."""
+        low, high = self.reward_interval
+        if not is_openspiel(self.env_id) or not self.is_share or not math.isfinite(low):
+            return ""
+        return f"mean utility {self.mean_reward:+.3f} (95 %: {low:+.3f} to {high:+.3f})"
 
     def change_since(self, before: Evaluation) -> Gain | None:
         """Return the change since an earlier evaluation of the same env and opponent; None without common seeds."""
         return paired_difference(before.scores, self.scores, 1.0 if math.isfinite(self.points) else math.inf)
-
-    def describe_change(self, before: Evaluation) -> str | None:
-        if (gained := self.change_since(before)) is None:
-            return None
-        mean, low, high = gained.mean, gained.low, gained.high
-        if math.isfinite(self.points):
-            change = f"{100 * mean:+.1f} points (95 %: {100 * low:+.1f} to {100 * high:+.1f})"
-        else:
-            change = f"{mean:+.3f} in mean reward (95 %: {low:+.3f} to {high:+.3f})"
-        return f"change since {before.label}: {change}, of {gained.seeds} seeds that both played"
 
     def to_json(self) -> dict[str, Any]:
         """Return a line of eval.jsonl, in which NaN becomes null."""

@@ -43,8 +43,12 @@ class ResultRow:
     @property
     def title(self) -> str:
         """Full name: the value, the opponent, and the env."""
-        value = "Points" if self.newest.is_share else "Mean reward"
-        return f"{value}{against(self.opponent)} in {self.env_id}{', while training' * self.is_concurrent}"
+        value, when = self.value_name.capitalize(), ", while training" * self.is_concurrent
+        return f"{value}{against(self.opponent)} in {self.env_id}{when}"
+
+    @property
+    def value_name(self) -> str:
+        return "points" if self.newest.is_share else "mean reward"
 
     @property
     def before(self) -> Evaluation:
@@ -150,10 +154,10 @@ def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, st
             found[one.label == "concurrent", one.env_id, one.opponent].append(one)
     place = {cell: number for number, cell in enumerate(order)}
     keys = sorted(found, key=lambda key: (key[0], place.get(key[1:], len(place))))
-    has_envs = len({env_id for _, env_id, _ in keys}) > 1
+    cells = [*order, *(key[1:] for key in keys)]
     return [
         ResultRow(
-            label=_label(env_id, opponent, has_envs),
+            label=row_label(env_id, opponent, cells),
             env_id=env_id,
             opponent=opponent,
             is_concurrent=is_concurrent,
@@ -227,8 +231,10 @@ def _together(evaluations: Sequence[Evaluation]) -> Evaluation:
     return SeedsEvaluation(**values, of_seeds=tuple(evaluations))
 
 
-def _label(env_id: str, opponent: str, has_envs: bool) -> str:
+def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]]) -> str:
+    """Return the short name of a row, among all envs and opponents that the run is evaluated on."""
     name, _, sampling = opponent.partition(", ")
+    has_envs = any(other != env_id for other, _ in cells)
     shown = [env_id] * (has_envs or name == "none") + [name.removeprefix(SCRIPTED)] * (name != "none")
     return ", ".join([*shown, *[sampling] * bool(sampling)])
 

@@ -97,13 +97,25 @@ def command(*words: str | Path) -> tuple[int, str]:
 async def test_runs_are_listed_newest_first_with_their_progress(two: tuple[Path, Path], tmp_path: Path) -> None:
     new, old = list_runs(tmp_path)
     assert (old.directory, new.directory) == two
-    assert (old.updates, old.state, old.content) == ("8/9", "ended", "builtin:tiny, Nim-v0-train")
+    assert (old.updates, old.state, new.result) == ("8/9", "ended", "no evaluation yet")
     assert old.size_bytes > 4 * 50_000 > new.size_bytes
     code, out = command("--outputs", tmp_path)
     assert code == 0
     first, second = out.index(str(two[1])), out.index(str(two[0]))
     assert first < second
-    assert "2026-01-02 10:00  ended               8/9       50.0% (40)" in out  # the evaluation with a quota counts
+    assert "ended               8/9  " in out
+    assert "random: 75.0 % → 50.0 % (34.6–65.4), and 1 more" in out  # the evaluation with a quota comes first
+
+
+async def test_runs_of_the_night_in_which_clocks_change_are_in_the_order_of_their_start(tmp_path: Path) -> None:
+    """The second run began later, at a local time that was an hour earlier."""
+    began = dict[Path, float]()
+    for number, name in enumerate(("02-40-00-first", "02-10-00-second")):
+        run = await write_run(tmp_path, name, ())
+        began[run] = 1_792_888_800.0 + 1800 * number
+        write_lines(run / "metrics.jsonl", {"step": 0, "time": began[run]})
+    assert {entry.directory: entry.began for entry in list_runs(tmp_path)} == began
+    assert [entry.directory.name[9:] for entry in list_runs(tmp_path)] == ["second", "first"]
 
 
 async def test_running_paused_killed_and_unreadable_runs_are_distinguished(held: Path, tmp_path: Path) -> None:
@@ -177,8 +189,7 @@ def test_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
 async def test_text_in_a_run_directory_does_not_control_the_terminal(two: tuple[Path, Path], tmp_path: Path) -> None:
     """Each command prints through one console; errors are printed separately."""
     run = two[1]
-    config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace("builtin:tiny", r"x\u001b]0;OWNED\u001b[2J"))
+    write_lines(run / "eval.jsonl", evaluated("ckpt-1", 0.5) | {"opponent": "x\x1b]0;OWNED\x1b[2J"})
     write_lines(run / "alarms.jsonl", {"step": 1, "text": "\x1b]52;c;OWNED\x9b2J"})
     commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run]]
     commands.append(["check", run / "\x1b[2J"])

@@ -58,7 +58,7 @@ def test_example_learns_and_another_server_serves_its_checkpoint(
     mismatches = [row["canary/mismatch"] for row in rows if "canary/mismatch" in row]
     assert runs.num_updates(tmp_path) == 2
     assert len(mismatches) == 2 and max(mismatches) < 0.1
-    assert f"device {vllm_server.url}" in out + err
+    assert f"device {vllm_server.url}" in (directory / "logs" / "orchestrator.log").read_text()
     assert list((tmp_path / "folder").iterdir()) == [] and adapters_on(vllm_server) == []
 
     # As docs/share.md shows it: the checkpoint is a LoRA module of vLLM's server.

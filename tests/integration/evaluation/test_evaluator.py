@@ -180,7 +180,7 @@ def test_models_are_compared_on_common_seeds_without_void_games(played: Played, 
         assert float(row["change"]) == pytest.approx(fmean(gained), abs=1e-6)
         edges, half = (float(row["change_low"]), float(row["change_high"])), student(3) * stdev(gained) / 2
         assert edges == pytest.approx((max(fmean(gained) - half, -1), min(fmean(gained) + half, 1)), abs=1e-5)
-        assert change.startswith(f"{other.model}: change since base: {100 * fmean(gained):+.1f} points (95 %: ")
+        assert change.startswith(f"{other.model}: {100 * fmean(gained):+.1f} compared with base (95 %: ")
     assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
 
 

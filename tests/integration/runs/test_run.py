@@ -94,8 +94,11 @@ def test_finished_run_leaves_its_config_logs_table_and_no_shared_memory(finished
     assert config.engine.kind == "transformers"
     assert config.league.opponent_sampling_strategy == {"mirror": 0.5, "fixed": 0.5}
     out = (finished_run.parents[1] / "stdout").read_text()
-    assert "Nim-v0-train against scripted:random" in out
-    assert "95 % interval" in out
+    assert "Points against scripted:random in Nim-v0-train" in out
+    assert f"unstable-lite play run:{finished_run}/best" in out
+    assert "torch" not in out and "torch" in (finished_run / "logs" / "orchestrator.log").read_text(), (
+        "facts of workers"
+    )
     assert str(finished_run / "checkpoints" / "ckpt-3") in out
     assert runs.arenas_named(finished_run.name) == []
     assert {path.name for path in (finished_run / "logs").iterdir()} == {

@@ -18,6 +18,7 @@ from unstable_lite.orchestrator.event_loop import log_file
 from unstable_lite.orchestrator.run import Summary
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Tally
+from unstable_lite.tracking.result_rows import result_rows
 
 
 def console(is_terminal: bool) -> Console:
@@ -49,7 +50,7 @@ def test_live_line_shows_current_values_and_disappears_at_the_end() -> None:
     assert "final" not in written(terminal)  # no plain line in addition to the live one
     terminal.say("a line that stays")
     terminal.stop()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d a line that stays", screen(terminal))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  a line that stays", screen(terminal))
 
 
 def test_last_update_metrics_are_shown_if_no_newer_ones_exist() -> None:
@@ -85,7 +86,7 @@ def test_other_outputs_get_dated_lines_and_quiet_gets_none() -> None:
             terminal.show_update(2, 20, "games 10")  # too soon after the previous one
             terminal.show_update(20, 20, "games 11")
         terminal.stop()
-        lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in written(terminal).splitlines()]
+        lines = [re.sub(r"^\d\d:\d\d:\d\d  ", "", line) for line in written(terminal).splitlines()]
         assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
 
 
@@ -101,11 +102,12 @@ def test_brackets_are_shown_literally_everywhere(
     tally = Tally()
     tally.add("win", 1.0, own_invalid=False)
     evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
+    rows = result_rows([evaluation])
     counts = {"updates": 3, "skipped_updates": 0, "games": 1, "void_games": 0, "dropped_stale_steps": 0}
     ended = {"seconds": 1.0, "training_seconds": 1.0, "checkpoint": None, "stopped_by": None}
     texts = {"directory": Path("/runs/[red]"), "alarms": (message,), "collapsed": (evaluation.describe(),)}
-    summary = Summary(evaluations=(evaluation,), **counts, **ended, **texts)  # type: ignore[arg-type]
-    terminal.console.print(*evaluation_tables([evaluation]))
+    summary = Summary(evaluations=(evaluation,), results=(*rows,), **counts, **ended, **texts)  # type: ignore[arg-type]
+    terminal.console.print(*evaluation_tables(rows))
     assert model in capsys.readouterr().out
     app.print_summary(summary)
     shown = capsys.readouterr().out

@@ -245,7 +245,7 @@ async def test_results_are_shares_with_intervals(tmp_path: Path) -> None:
     assert result.metrics()[f"evaluation-{env.env_id} (none)/checkpoint Points"] == 0.6
     assert result.scores == ((1.0,), (1.0,), (0.0,), (0.0,), (1.0,))
     text = result.describe()
-    assert "base answered 60.0% of 5 questions right (95 %: 14.5% – 93.0%)" in text
+    assert "base answered 60.0 % of 5 questions right (95 %: 14.5–93.0)" in text
     assert "1 without an answer in a box" in text and "sums.jsonl" in text
 
 

@@ -104,7 +104,7 @@ def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
         (low, high), (lowest, highest) = getattr(found, name), getattr(independent, name)
         assert high - low < 0.6 * (highest - lowest), name
     low, high = found.reward_interval
-    assert found.describe().endswith(f"; mean utility {found.mean_reward:+.3f} (95 %: {low:+.3f} – {high:+.3f})")
+    assert found.describe().endswith(f"; mean utility {found.mean_reward:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
     line = msgspec.json.decode(msgspec.json.encode(found.to_json()))
     assert line["interval"] == list(found.interval)
     read = Evaluation.from_json(line)

@@ -22,6 +22,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.tracking.evaluations import Evaluation, Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student, wilson_interval
 from unstable_lite.tracking.records import transcript
+from unstable_lite.tracking.result_rows import result_rows
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.tracking.windows import WINDOW
 from unstable_lite.types import Forced, GameEnd, GameKind, GameRecord, Generation, Histogram, ModelRef, Turn
@@ -130,8 +131,10 @@ def test_evaluation_without_results_reports_no_rates(tmp_path: Path) -> None:
     ((_, metrics),) = sink.lines
     assert metrics == {"evaluation-E (scripted:random)/checkpoint n": 0}
     assert "3 games" in void.describe() and "void" in void.describe()
-    (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
-    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "0.0 – 100.0%"]]
+    after = replace(void, label="after", n=1, wins=1, mean_reward=1.0)
+    (table,) = evaluation_tables(result_rows([void, after]))
+    assert [list(column.cells) for column in table.columns[3:5]] == [["100.0 %"], ["0.0–100.0"]]
+    assert remark_lines([void]) == ["before, E against scripted:random: 3 void of 3 games"]
     tracker.close()
 
 
@@ -163,8 +166,8 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None
     group = "evaluation-Nim-v0-train (base)/checkpoint"
     assert tracker.latest[f"{group} Optimal Moves"] == 0.6
     assert tracker.latest[f"{group} n (choices)"] == 5
-    (table,) = evaluation_tables([evaluation, replace(evaluation, choices=0, optimal=0)])
-    assert list(table.columns[-1].cells) == ["60%", "–"]
+    (table,) = evaluation_tables(result_rows([evaluation, replace(evaluation, choices=0, optimal=0)]))
+    assert list(table.columns[-1].cells) == ["60.0 %", "–"]
     tracker.close()
     tally, restored = Tally(), Tally()
     for record in records:
@@ -285,7 +288,7 @@ def test_nan_evaluations_survive_a_resume(tmp_path: Path) -> None:
 
 def shown(evaluations: Sequence[Evaluation]) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(*evaluation_tables(evaluations))
+    console.print(*evaluation_tables(result_rows(evaluations)))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -362,7 +365,7 @@ def test_evaluation_says_why_games_have_no_result_and_its_bounds() -> None:
     full = [ended("context_full", "truncated", kind="eval", rewards=(0.0, 0.0)) for _ in range(4)]
     many = evaluated(*[game(kind="eval") for _ in range(4)], *full, ended("network", kind="eval"), game(kind="eval"))
     (remark,) = many.remarks
-    bounds = "50.0% of the points had all of these been lost, 100.0% had they been won"
+    bounds = "50.0 % of the points had all of these been lost, 100.0 % had they been won"
     assert remark == f"4 context_full, 1 network of 10 games: {bounds}"
     assert remark in many.describe()
     assert remark_lines([many]) == [f"before, E against o: {remark}"]
@@ -386,7 +389,7 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
 
     assert evaluated(1).remarks == []
     assert evaluated(9).remarks == ["90% of the games ended by an invalid move"]
-    assert "50.0% of the points" in evaluated(9).describe() and "90% of the games" in evaluated(9).describe()
+    assert "50.0 % of the points" in evaluated(9).describe() and "90% of the games" in evaluated(9).describe()
 
 
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
@@ -435,15 +438,13 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     assert gain.mean == pytest.approx(0.3125)
     half = student(3) * np.std(gained, ddof=1) / 2
     assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
-    assert after.describe_change(before) == (
-        f"change since before: +31.2 points (95 %: {100 * gain.low:+.1f} to {100 * gain.high:+.1f}), "
-        "of 4 seeds that both played"
-    )
+    assert after.change_since(before) == gain
     assert "; 1 void" in after.describe()
-    (table,) = evaluation_tables([before, after])
-    assert table.caption == after.describe_change(before)
+    (table,) = evaluation_tables(result_rows([before, after]))
+    interval = f"{100 * gain.low:+.1f} to {100 * gain.high:+.1f}"
+    assert table.caption == f"change +31.2 (95 %: {interval}): no clear change; about even"
     assert [*table.columns[2].cells] == ["7 (+1 void)"] * 2
-    assert after.describe_change(Tally().evaluation("l", "m", 0, "E", "o")) is None
+    assert after.change_since(Tally().evaluation("l", "m", 0, "E", "o")) is None
     assert Evaluation.from_json(line_of(before)).scores == before.scores
 
 
@@ -481,10 +482,10 @@ def test_identical_rewards_have_an_interval(reward: float) -> None:
     evaluation = tally.evaluation("l", "m", 0, "E", "none")
     low, high = evaluation.interval
     assert low < high and low <= reward <= high
-    text = f"m had a mean reward of {reward:.3f} in 20 games of E (95 %: {low:.3f} – {high:.3f})"
+    text = f"m had a mean reward of {reward:.3f} in 20 games of E (95 %: {low:.3f} to {high:.3f})"
     assert evaluation.describe() == f"{text}; 0 ended by its own invalid move"
-    (table,) = evaluation_tables([evaluation])
-    assert list(table.columns[4].cells) == [f"{low:.3f} – {high:.3f}"]
+    (table,) = evaluation_tables(result_rows([evaluation]))
+    assert list(table.columns[4].cells) == [f"{low:.3f} to {high:.3f}"]
 
 
 def test_reward_interval_used_for_verdicts_never_vanishes() -> None:

@@ -27,11 +27,13 @@ class HumanPlayer:
 
     def __init__(self, env_id: str, seed: int) -> None:  # noqa: ARG002
         self._env_id, self._console = env_id, Console(highlight=False, markup=False, emoji=False)
+        self._seen = ""
 
     async def act(self, observation: str) -> Reply:
         """Show the observation and read a line. Raises OpponentError at the end of the input."""
         self._console.rule("your turn")
-        self._console.print(visible(observation.strip()))
+        self._console.print(visible(news(self._seen, observation)))
+        self._seen = observation
         legal = legal_actions(self._env_id, observation) if lists_actions(self._env_id) else []
         refused = None
         while True:
@@ -61,6 +63,14 @@ class HumanPlayer:
             loop = asyncio.get_running_loop()
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(cls._stdin), sys.stdin)  # type: ignore[arg-type]
         return cls._stdin
+
+
+def news(before: str, observation: str) -> str:
+    """Return the new part of an observation: its end, or its paragraphs from the first changed one on."""
+    if observation.startswith(before) and observation != before:
+        return observation.removeprefix(before).strip()
+    same = os.path.commonprefix([before, observation])  # noqa: RUF071 (of two texts)
+    return observation[same.rfind("\n\n") + 1 :].strip()
 
 
 def _plain(action: str) -> str:
