@@ -13,9 +13,11 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from unstable_lite.config.env_ids import with_slugs
 from unstable_lite.files import keep_records, keep_whole_lines, read_records, replaced
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.records import train_files
+from unstable_lite.tracking.tensorboard import tag_of
 
 
 def rewind(
@@ -32,9 +34,10 @@ def rewind(
     """
     evaluations = directory / "eval.jsonl"
     names = {
-        (line["step"], f"{evaluation_group(line['label'], line['env_id'], line['opponent'])} n")
+        (line["step"], to_tag(f"{evaluation_group(line['label'], line['env_id'], line['opponent'])} n"))
         for line in read_records(evaluations)
         if is_repeated(line)
+        for to_tag in (str, with_slugs, tag_of)  # of metrics.jsonl, and of TensorBoard's files, also of before
     }
 
     def is_kept(step: int, logged: Iterable[str]) -> bool:

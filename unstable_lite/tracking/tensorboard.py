@@ -7,6 +7,7 @@ becomes markup on the page.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import socket
@@ -29,7 +30,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_judged, slug, with_slugs
 from unstable_lite.config.games import against
-from unstable_lite.files import AppendFile
+from unstable_lite.files import AppendFile, read_records
 from unstable_lite.tracking.displayed_metrics import METRICS
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
@@ -42,14 +43,19 @@ HPARAMS = (
     *("buffer.max_staleness", "league.opponent_sampling_strategy"),
 )
 """Columns of the hyperparameter table, besides the envs."""
-CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Points( low| high)?")
-"""Metrics that are also logged under a second name; see `charted`."""
+EVALUATION = re.compile(r"evaluation-(?P<env>.*) \((?P<opponent>.*)\)/(?P<during>concurrent )?checkpoint (?P<value>.*)")
 
 
 class TensorBoardSink:
     """Writes complete events at once, not in a thread, which a full disk would end."""
 
     def __init__(self, directory: Path) -> None:
+        self._zeros: dict[str, int] = {}
+        """Metrics that were 0 so far, which are not yet written, with their newest step."""
+        self._written: set[str] = set()
+        metrics = directory.parent / "metrics.jsonl"  # of a resumed run
+        for line in read_records(metrics) if metrics.exists() else ():
+            self._begin(line.pop("step"), line)
         # TensorBoard reads files in the order of their names. With names from the clock, which can jump, the files of
         # a resumed run could come before the earlier ones.
         numbers = [int(path.name.removeprefix(PREFIX).partition(".")[0]) for path in directory.glob(f"{PREFIX}*")]
@@ -58,13 +64,28 @@ class TensorBoardSink:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        event = Event(wall_time=time.time(), step=step)
+        """Write a metric that was 0 so far from its first other value on, with one 0 at the step before."""
+        has_points = any(name.endswith("checkpoint Points") for name in metrics)
+        rows = [(before, name, 0.0) for name, before in self._begin(step, metrics).items()]
+        rows += [(step, name, value) for name, value in metrics.items() if name in self._written]
+        for at, of_step in itertools.groupby(sorted(rows), key=lambda row: row[0]):
+            event = Event(wall_time=time.time(), step=at)
+            for _, name, value in of_step:
+                event.summary.MergeFrom(scalar_pb(tag_of(name, has_points), value))
+            self._write(event)
+
+    def _begin(self, step: int, metrics: Mapping[str, float]) -> dict[str, int]:
+        """Return the metrics that are no longer 0, with the newest step at which they were. Results may be 0."""
+        begun = {}
         for name, value in metrics.items():
-            name = with_slugs(name)
-            event.summary.MergeFrom(scalar_pb(name, value))
-            if CHARTED.fullmatch(name):
-                event.summary.MergeFrom(scalar_pb(charted(name), value))
-        self._write(event)
+            if name not in self._written:
+                if value == 0 and not EVALUATION.fullmatch(name):
+                    self._zeros[name] = step
+                    continue
+                self._written.add(name)
+                if name in self._zeros:
+                    begun[name] = self._zeros.pop(name)
+        return begun
 
     def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
         event = Event(wall_time=time.time(), step=step)
@@ -95,7 +116,7 @@ class TensorBoardSink:
             section, _, name = key.rpartition(".")
             value = (raw[section] if section else raw)[name]
             values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
-        tags = [f"{tag} Points" for _, tag in _evaluations(config)]
+        tags = [tag_of(f"{tag} Points") for _, tag in _evaluations(config)]
         tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
         columns = [hparams.HParam(name) for name in values]
         event.summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
@@ -116,25 +137,38 @@ def as_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def charted(name: str) -> str:
-    """Return a tag without parentheses, with which the custom scalars page draws no line (TensorBoard 2.21)."""
-    return name.replace("(", "against ", 1).replace("(", "").replace(")", "")
+def tag_of(name: str, has_points: bool = True) -> str:
+    """Return the tag of a metric. The group of results sorts first on the page: a series for each opponent.
+
+    Tags of evaluations have no parentheses, with which the custom scalars page draws no line (TensorBoard 2.21).
+    has_points: whether the evaluation that the metric is of can be won, else its result is the mean reward.
+    """
+    name = with_slugs(name)
+    if (match := EVALUATION.fullmatch(name)) and match["value"] == ("Points" if has_points else "Reward"):
+        who = against(match["opponent"]).removeprefix(" against ")
+        title = f"{who} in {match['env']}".strip(" ,").removeprefix("in ")
+        name = f"Results/{title}{', mean reward' * (not has_points)}{', while training' * bool(match['during'])}"
+    elif name.startswith("evaluation-"):
+        name = name.replace("(", "against ", 1)
+    else:
+        return name
+    return name.replace("(", "").replace(")", "")
 
 
 def layout(config: Config) -> layout_pb2.Layout:
     """Return the charts of the custom scalars page, on which tags are regular expressions."""
     won = []
     for title, tag in _evaluations(config):
-        value, lower, upper = (charted(f"{tag} Points{edge}") for edge in ("", " low", " high"))
+        value, lower, upper = (tag_of(f"{tag} Points{edge}") for edge in ("", " low", " high"))
         series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
         won.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
+    won += [_lines("exploitability (exact)", "exploitability(_legal)?/.*")] * bool(config.run.exact_every)
     won += [
-        _lines("exploitability (exact)", "exploitability(_legal)?/.*"),
         _lines("points in training games", "collection-.*/Points"),
         _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
     ]
     healthy, fast = (
-        [_lines(name, name) for name, metric in METRICS.items() if metric.topic == topic]
+        [_lines(metric.label, name) for name, metric in METRICS.items() if metric.topic == topic]
         for topic in ("health", "speed")
     )
     healthy.append(_lines("alarms", "run/alarms"))
@@ -159,6 +193,6 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
             cell = env.env_id, env.opponent
             title = f"{env.env_id}, points{against(env.opponent)}, 95 %"
             if config.run.eval_games:
-                yield title, with_slugs(evaluation_group("", *cell))
+                yield title, evaluation_group("", *cell)
             if config.run.num_eval_workers and config.run.schedule != "sync":
-                yield f"{title}, while training", with_slugs(evaluation_group("concurrent", *cell))
+                yield f"{title}, while training", evaluation_group("concurrent", *cell)

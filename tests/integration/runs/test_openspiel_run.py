@@ -62,7 +62,7 @@ def test_run_on_openspiel_trains_evaluates_and_writes_tags_with_slugs(config: Pa
     board = EventAccumulator(str(directory / "tensorboard")).Reload()
     tags = board.Tags()["tensors"]
     assert "collection-openspiel-kuhn_poker/Points" in tags
-    assert any(tag.startswith("evaluation-openspiel-nim-is_misere-False-pile_sizes-3-4-5 ") for tag in tags)
+    assert any(tag.startswith("Results/") and "openspiel-nim-is_misere-False-pile_sizes-3-4-5" in tag for tag in tags)
     assert not any("openspiel:" in tag for tag in tags)
 
 

@@ -12,7 +12,7 @@ from unstable_lite.files import read_part
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.tracking.records import JsonlSink
 from unstable_lite.tracking.rewind import rewind
-from unstable_lite.tracking.tensorboard import TensorBoardSink
+from unstable_lite.tracking.tensorboard import TensorBoardSink, tag_of
 from unstable_lite.tracking.tracker import Tracker
 
 WON = "evaluation-E (scripted:random)/concurrent checkpoint Win Rate"
@@ -61,7 +61,7 @@ def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) 
     assert [line["step"] for line in lines if WON in line] == [0, 1]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Tensors(WON)] == [0, 1]
+    assert [event.step for event in events.Tensors(tag_of(WON))] == [0, 1]
     assert [event.step for event in events.Tensors("learner/loss")] == [1]
 
 

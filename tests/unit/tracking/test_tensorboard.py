@@ -3,6 +3,7 @@
 import html
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from fakes.game_records import make_item
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LearnerConfig, RunConfig
+from unstable_lite.files import to_line
 from unstable_lite.learner import UpdateResult
 from unstable_lite.learner.training_stats import BUCKETS, histograms_of
 from unstable_lite.tracking.rewind import rewind
-from unstable_lite.tracking.tensorboard import TensorBoardSink, as_code, layout
+from unstable_lite.tracking.tensorboard import TensorBoardSink, as_code, layout, tag_of
 from unstable_lite.types import Histogram, TrainItem
 
 with warnings.catch_warnings():
@@ -48,6 +50,7 @@ CONFIG = Config(
     ),
 )
 WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Points"
+RESULT = "Results/scripted:random in Nim-v0-train"
 
 
 def events(directory: Path) -> EventAccumulator:
@@ -115,8 +118,8 @@ def test_run_table_lists_main_keys_and_evaluation_results(tmp_path: Path) -> Non
     table = hparams.parse_experiment_plugin_data(seen.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content)
     assert {info.name for info in table.hparam_infos} == set(row)
     assert [metric.name.tag for metric in table.metric_infos] == [
-        WON,
-        WON.replace("checkpoint", "concurrent checkpoint"),
+        RESULT,
+        f"{RESULT}, while training",
         "collection-Nim-v0-train/reward",
     ]
 
@@ -128,8 +131,8 @@ def test_charts_match_the_metric_names_that_a_run_logs(tmp_path: Path) -> None:
         title: [tag for tag in logged if any(re.match(pattern, tag) for pattern in chart.multiline.tag)]
         for title, chart in charts.items()
     }
-    assert found["learner/loss"] == ["learner/loss"]
-    assert found["learner/staleness_mean"] == ["learner/staleness_mean"]
+    assert found["loss"] == ["learner/loss"]
+    assert found["staleness"] == ["learner/staleness_mean"]
     assert not any("Blackjack" in title for title in charts)  # an env without a winner
     sink = TensorBoardSink(tmp_path)
     sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
@@ -139,7 +142,62 @@ def test_charts_match_the_metric_names_that_a_run_logs(tmp_path: Path) -> None:
     seen = events(tmp_path)
     assert [float(make_ndarray(seen.Tensors(tag)[0].tensor_proto)) for tag in tags] == [0.5, 0.25, 0.75]
     assert not any("(" in tag for tag in tags)  # TensorBoard draws no line for a tag with parentheses
-    assert len(seen.Tags()["tensors"]) == 4 + 3
+    group = "evaluation-Nim-v0-train against scripted:random"
+    of_evaluation = [f"{group}/Points", *(f"{group}/checkpoint Points {edge}" for edge in ("low", "high"))]
+    assert sorted(seen.Tags()["tensors"]) == sorted([RESULT, *of_evaluation]), "one group an opponent"
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    seen = events(directory)
+    return {
+        tag: [(event.step, float(make_ndarray(event.tensor_proto))) for event in seen.Tensors(tag)]
+        for tag in seen.Tags()["tensors"]
+    }
+
+
+def test_results_have_a_group_that_sorts_first(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.log(0, {WON: 0.0, WON.replace("Points", "Reward"): -1.0})
+    sink.log(0, {"evaluation-Blackjack-v0-train (none)/checkpoint Reward": 0.5})
+    sink.log(1, {"alarms/collapse": 1.0, "batch/num_4grams": 7.0})
+    sink.close()
+    first, second, *others = sorted(scalars(tmp_path).items())
+    assert first == ("Results/Blackjack-v0-train, mean reward", [(0, 0.5)])
+    assert second == (RESULT, [(0, 0.0)]), "a result of 0 is a result"
+    assert "evaluation-Nim-v0-train against scripted:random/checkpoint Reward" in dict(others)
+
+
+def test_series_begins_with_one_zero_before_its_first_other_value_also_after_a_resume(tmp_path: Path) -> None:
+    directory, path = tmp_path / "tensorboard", tmp_path / "metrics.jsonl"
+    directory.mkdir()
+    names = ["alarms/collapse", "alarms/decline", "alarms/entropy", "learner/loss"]
+    told = {1: (0, 0, 0, 0.5), 2: (0, 1, 0, 0), 3: (2, 0, 0, 0.25), 4: (2, 1, 0, 0)}
+    for steps in ((1, 2), (3, 4)):
+        sink = TensorBoardSink(directory)
+        for step in steps:
+            sink.log(step, dict(zip(names, told[step], strict=True)))
+            with path.open("ab") as file:
+                file.write(to_line({"step": step, "time": 0.0} | dict(zip(names, told[step], strict=True))))
+        sink.close()
+    assert scalars(directory) == {
+        "alarms/collapse": [(2, 0), (3, 2), (4, 2)],
+        "alarms/decline": [(1, 0), (2, 1), (3, 0), (4, 1)],
+        "learner/loss": [(1, 0.5), (2, 0), (3, 0.25), (4, 0)],
+    }
+
+
+@pytest.mark.parametrize("to_tag", [str, tag_of], ids=["of before", "of now"])
+def test_repeated_evaluation_is_removed_under_its_tag(tmp_path: Path, to_tag: Callable[[str], str]) -> None:
+    directory = tmp_path / "tensorboard"
+    directory.mkdir()
+    line = {"label": "update 2", "env_id": "Nim-v0-train", "opponent": "scripted:random", "step": 2}
+    (tmp_path / "eval.jsonl").write_bytes(to_line(line))
+    sink = TensorBoardSink(directory)
+    sink.log(2, {to_tag(WON.replace("Points", "n")): 7.0, "learner/step": 2.0})
+    sink.log(2, {"learner/loss": 1.0})
+    sink.close()
+    rewind(tmp_path, update=2, num_games=0, in_flight=(), is_repeated=lambda line: True)
+    assert [*scalars(directory)] == ["learner/loss"]
 
 
 def test_each_sampling_of_an_eval_env_has_its_chart() -> None:
