@@ -186,7 +186,7 @@ def _write(
     outputs: Path,
     name: str,
     config: dict[str, Any],
-    evaluations: Iterable[Evaluation],
+    evaluations: Sequence[Evaluation],
     updates: int,
     live: dict[str, Any] | None = None,
     alarms: Iterable[str] = (),
@@ -194,7 +194,8 @@ def _write(
 ) -> Path:
     """Write a run directory; `live`: values of live.json other than those of a run that has ended."""
     directory = outputs / "2026-11-27" / f"11-46-40-{name.replace('/', ':')}"
-    for part in ("checkpoints", "logs", "tensorboard"):
+    saved = {f"checkpoints/ckpt-{one.step}" for one in evaluations if one.step}
+    for part in ("checkpoints", "logs", "tensorboard", *saved):
         (directory / part).mkdir(parents=True)
     (directory / "config.toml").write_text(tomli_w.dumps(config))
     (directory / "versions.json").write_text(json.dumps({"commit": "0" * 40, "packages": {}, "questions": {}}))

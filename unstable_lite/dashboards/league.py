@@ -1,34 +1,27 @@
-"""Models of a league as dashboards show them: ratings, who beat whom, which of many models to show, their panel."""
+"""Models of a league as dashboards show them: ratings, who beat whom, which of many models to show, their ladder."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from unstable_lite.adapters.frozen import update_of
-from unstable_lite.tracking.intervals import points_interval
+from unstable_lite.dashboards.text_rows import aligned
+from unstable_lite.tracking.intervals import percent, points_interval
+from unstable_lite.tracking.result_rows import SCRIPTED
 from unstable_lite.types import BASE, INITIAL
 
 FIXED = "fixed-"
 """Beginning of a fixed opponent's uid."""
 STARTS = (BASE, INITIAL)
 """Uids of the models that a run begins with."""
-AROUND = 4
-"""Width of a panel's border and padding."""
-GAP = 2
-"""Spaces between the columns of two opponents."""
-NAME = 17
-"""Width that names may take if the panel is narrow: that of `ckpt-10 strongest`."""
-
-interval_of = lru_cache(maxsize=10_000)(points_interval)  # a dashboard asks for the same ones every second
+LONGEST_HEAD = 16
 
 
 class Standing(NamedTuple):
@@ -62,7 +55,7 @@ class Result(NamedTuple):
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the points."""
-        return interval_of(self.won, self.drawn, self.lost)
+        return points_interval(self.won, self.drawn, self.lost)
 
 
 class Results:
@@ -105,10 +98,10 @@ class League:
 
     @property
     def ladder(self) -> list[Standing]:
-        """Models with games against others and the current policy, the strongest first; the rest only inherited."""
+        """Models with games against others and the current policy, by μ − 2σ; the rest only inherited their ratings."""
         games = self.results.games
         met = [standing for standing in self._standings.values() if games[standing.uid] or standing.is_current]
-        return sorted(met, key=lambda standing: -standing.mu)
+        return sorted(met, key=lambda standing: 2 * standing.sigma - standing.mu)
 
 
 def name_of(uid: str) -> str:
@@ -159,83 +152,44 @@ def _is_fixed(uid: str) -> bool:
     return age(uid)[0]
 
 
-def league_panel(league: League, width: int, height: int) -> Panel:
-    """Return a panel of this size, with a row for each model and a column for each opponent that they met most."""
-    ladder, results = league.ladder, league.results
-    shown, strongest = choose(ladder, results.games, height - 3), find_strongest(ladder, results.games)
-    ranks = {row.uid: rank for rank, row in enumerate(ladder, start=1)}
+def ladder_lines(league: League, width: int, height: int, has_results: bool) -> list[Text]:
+    """Return at most this many rows: a head, and the newest policy, the strongest, the base and fixed opponents.
+
+    has_results: whether there are columns with the results against these models, as far as they fit.
+    """
+    results, ladder = league.results, league.ladder
+    strongest, title = find_strongest(ladder, results.games), Text("ladder", style="bold")
+    if not any(results.games.values()):
+        return [title, Text("no games between different models yet")]
+    # Not the past checkpoints, of which others would be shown at each update.
+    lasting = [row for row in ladder if row.is_current or row.uid in (*STARTS, strongest) or _is_fixed(row.uid)]
+    shown = choose(lasting, results.games, height - 1)
+    title.append(f" {len(shown)} of {len(ladder)} models", style="dim not bold")
+    table = [[title, Text("μ ± σ", style="dim"), Text("games", style="dim")]]
+    for row in shown:
+        roles = " newest" * row.is_current + " strongest" * (row.uid == strongest)
+        rating = Text(f"{row.mu:.1f} ± {row.sigma:.1f}")
+        table.append([Text.assemble(_short(row.uid), (roles, "bold")), rating, Text(f"{results.games[row.uid]:,}")])
+    lines = aligned(table, "lrr", width)
     uids = [row.uid for row in shown]
-    names = [Text("model", style="dim"), *(_name(row, row.uid == strongest) for row in shown)]
-    columns = [
-        _column("#", (Text(str(ranks[uid]), style="dim") for uid in uids)),
-        names,
-        _column("μ±σ", (Text(f"{row.mu:.1f}±{row.sigma:.1f}") for row in shown)),
-        _column("games", (Text(f"{row.games:,}") for row in shown)),
-    ]
-    room = width - AROUND - sum(map(_width, columns)) + _width(names) - len(columns) + 1
-    name_width = min(_width(names), room, max(NAME, width // 3))
-    room -= name_width
-    opponents, fitting = results.opponents(uids), dict[str, list[Text]]()
-    for uid in opponents:
-        column = _column(f"vs {ranks[uid]}", _cells(uids, uid, results))
-        if room < GAP + _width(column):
+    for opponent in results.opponents(uids) if has_results else ():
+        head = Text(f"vs {_short(opponent)}", style="dim")
+        head.truncate(LONGEST_HEAD, overflow="ellipsis")
+        column = [head, *(_cell(results.of(uid, opponent), uid == opponent) for uid in uids)]
+        if lines[0].cell_len + 2 + max(cell.cell_len for cell in column) > width:
             break
-        room -= GAP + _width(column)
-        fitting[uid] = column
-    table = Table.grid(padding=(0, 1))
-    for column in columns:
-        is_name = column is names
-        wide = min(_width(names), name_width + room) if is_name else _width(column)
-        table.add_column(justify="left" if is_name else "right", no_wrap=True, overflow="ellipsis", width=wide)
-    for uid in sorted(fitting, key=ranks.__getitem__):
-        columns.append(fitting[uid])
-        table.add_column(justify="right", no_wrap=True, width=GAP - 1 + _width(fitting[uid]))
-    for cells in zip(*columns, strict=True):
-        table.add_row(*cells)
-    return Panel(
-        table if shown else Text("no games between different models yet", style="dim"),
-        title=f"ladder: {len(shown)} of {len(ladder)} rated models",
-        title_align="left",
-        subtitle=_hints(len(fitting), len(opponents), width) or None,
-        subtitle_align="left",
-    )
+        lines = aligned([*zip(lines, column, strict=True)], "lr")
+    return lines
 
 
-def _hints(fitting: int, opponents: int, width: int) -> str:
-    """Return the meaning of the cells, and the number of opponents with a column, as far as they fit."""
-    omitted = f"{fitting} of {opponents} opponents fit" * (fitting < opponents)
-    hints = [*["row's points, games", "coloured if not a half (95 %)"] * bool(fitting), *[omitted] * bool(omitted)]
-    for dropped in (1, 0):
-        if len(" · ".join(hints)) > width - 6 and fitting and len(hints) > 1:
-            del hints[dropped]
-    text = " · ".join(hints)
-    return text if len(text) <= width - 6 else ""
+def _short(uid: str) -> str:
+    return name_of(uid).removeprefix(SCRIPTED)
 
 
-def _column(head: str, cells: Iterable[Text]) -> list[Text]:
-    return [Text(head, style="dim"), *cells]
-
-
-def _width(column: Iterable[Text]) -> int:
-    return max(text.cell_len for text in column)
-
-
-def _name(row: Standing, is_strongest: bool) -> Text:
-    style = "bold green" if row.is_current else "" if row.is_active else "dim"
-    roles = " current" * row.is_current + " strongest" * is_strongest
-    return Text.assemble((name_of(row.uid), style), (roles, "cyan"))
-
-
-def _cells(uids: Sequence[str], opponent: str, results: Results) -> Iterator[Text]:
-    """Yield the points of each model against one opponent and the number of games, coloured if far from a half."""
-    of = {uid: result for uid in uids if (result := results.of(uid, opponent)) is not None}
-    digits = max((len(str(result.games)) for result in of.values()), default=0)
-    for uid in uids:
-        if uid not in of:
-            yield Text("·" * (uid == opponent), style="dim")
-        elif of[uid].n:
-            low, high = of[uid].interval
-            style = "green" if low > 0.5 else "red" if high < 0.5 else ""
-            yield Text.assemble((f"{of[uid].points:.0%}", style), (f" {of[uid].n:>{digits}}", "dim"))
-        else:
-            yield Text(f"? {of[uid].games:>{digits}}", style="dim")
+def _cell(result: Result | None, is_same: bool) -> Text:
+    """Return the points and the number of games with a known result."""
+    if result is None:
+        return Text("·" * is_same, style="dim")
+    if not result.n:
+        return Text(f"? {result.games:,}", style="dim")
+    return Text.assemble(percent(result.points), (f" {result.n:,}", "dim"))

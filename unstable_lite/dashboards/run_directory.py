@@ -146,11 +146,6 @@ class RunDirectory:
         """Return the line of metrics of each update."""
         return [line for line in self.lines("metrics") if "run/games" in line]
 
-    def series(self, name: str, n: str | None = None) -> list[float]:
-        """Return one metric over the updates, if it is a number and its sample size, the metric `n`, is not 0."""
-        lines = [line for line in self.updates() if n is None or line.get(n)]
-        return [line[name] for line in lines if line.get(name) is not None]
-
     def pace(self) -> Pace | None:
         """Return the rate over the newest updates; None before there are two of them."""
         lines = self.updates()[-PACE_UPDATES:]

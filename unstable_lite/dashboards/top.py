@@ -1,61 +1,68 @@
-"""Dashboard: panels of one run for a terminal of at least 80 × 24 characters, redrawn until the viewer quits.
+"""Dashboard: one run on a terminal of at least 60 × 20 characters, redrawn until the viewer quits.
 
-Draws the contents of a RunDirectory; itself reads only the load of this machine. The run is not affected.
+Answers three questions in this order: did it learn, can that be believed, how long does it take and which step is
+next. A small terminal shows less of the later ones. Draws the contents of a RunDirectory; itself reads only the load of
+this machine. The run is not affected.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
+import shlex
 import sys
 import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console, RenderableType
-from rich.layout import Layout
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text, TextType
+from rich.text import Text
 
-from unstable_lite.dashboards.league import league_panel
+from unstable_lite.adapters.frozen import find_saved
+from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import RunDirectory
-from unstable_lite.tracking.displayed_metrics import METRICS, Metric, metrics_of_env
+from unstable_lite.dashboards.text_rows import SPIKE, aligned, labelled, sparkline
+from unstable_lite.errors import UnstableError
+from unstable_lite.tracking.displayed_metrics import METRICS, Metric, duration, is_share, metrics_of_env
+from unstable_lite.tracking.intervals import percent
+from unstable_lite.tracking.result_rows import ResultRow
+from unstable_lite.tracking.run_directory import PAUSED
+from unstable_lite.tracking.spikes import Spike, find_spikes
 
-REDRAW_S = 1.0
-LEAST_WIDTH, LEAST_HEIGHT = 80, 24
-BARS = "▁▂▃▄▅▆▇█"
+REDRAW_S = 2.0
+"""Time between two frames, which is that between two states that a run writes to live.json."""
+LEAST_WIDTH, LEAST_HEIGHT = 60, 20
+WIDE = 80
+"""Width from which names make room for sparklines of results."""
+MATRIX_WIDTH, MATRIX_HEIGHT = 120, 36
+"""Size from which the ladder shows who beats whom, and texts of alarms are wrapped."""
 SILENT_S = 10.0
-"""Age of live.json from which the event loop counts as blocked; a run writes it every two seconds."""
-SAMPLES = 128
-"""Most updates in a sparkline (reference: `terminal_interface.py`)."""
-GOOD, FAIR = 0.75, 0.40
-"""Shares of a bar from which it is coloured as good, and as fair (reference)."""
+"""Age of live.json from which the event loop counts as blocked."""
 FIRST_LOOK_S = 0.1
 """Time over which a process's load is first measured; later it is measured from frame to frame."""
-NARROW = 72
-"""Width of a panel below which an evaluation takes two rows."""
-PLAYERS = 23
-"""Height of the ladder beyond which the evaluations have more than five rows first."""
-HEADER = 3
-"""Height of the header."""
-LITTLE = 13
-"""Height of the middle below which it shows only the statistics of one env and the ladder."""
-ROOMY = 30
-"""Height from which alarms have a panel; below it the newest alarm is shown under the header."""
+LEAST_BAR, WIDEST_BAR = 8, 40
+COLOURS = {"good": "green", "bad": "red", "open": ""}
+"""Colour of a result row's verdict."""
+LEGEND = "q: quit    ▲ better  ▼ worse than before (95 %)    ! spike"
+CORE = 12
+"""Rows of health that come before the ladder; further metrics come after it."""
+LABEL, NUMBER = 18, 8
+"""Widths of a metric's label and of its numbers."""
 
-
-_OF_LEARNER = ("loss", "entropy", "mismatch_mean", "policy_grad_norm", "wait_for_batch_s", "zero_advantage")
-LEARNER = [METRICS[f"learner/{name}"] for name in (*_OF_LEARNER, "importance_weight_clipped", "tokens_per_s")]
-_OF_BUFFER = ("learner/staleness_mean", "learner/staleness_max", "buffer/size", "buffer/dropped_stale")
-STALENESS = [METRICS[name] for name in _OF_BUFFER]
-"""Staleness in updates, and numbers of steps: waiting, and dropped so far."""
+_HEALTH = (
+    *("zero_advantage", "staleness_mean", "entropy", "kl_to_base", "mismatch_mean", "loss", "policy_grad_norm"),
+    *("importance_weight_mean", "importance_weight_clipped", "staleness_max", "value_loss"),
+)
+HEALTH = [METRICS[f"learner/{name}"] for name in _HEALTH]
+_SPEED = ("learner/wait_for_batch_s", "learner/seconds", "learner/publish_s", "learner/tokens_per_s")
+SPEED = [METRICS[name] for name in (*_SPEED, "run/tokens_per_s", "buffer/size", "buffer/dropped_stale")]
 
 
 def show_once(view: RunDirectory, console: Console) -> None:
@@ -105,197 +112,223 @@ def _quit_key() -> Iterator[Callable[[float], bool]]:
 
 def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> RenderableType:
     """Draw one frame of exactly this size."""
-    workers = view.live.get("workers", []) if view.is_running else []
-    workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
-    of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
-    alarms = view.alarms()
-    has_alarms = height >= ROOMY
-    of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
-    room = height - HEADER - of_workers - of_alarms
-    middle = Layout(ratio=1)
-    middle.split_row(_columns(_left(view, width // 2, room)), _columns(_right(view, width // 2, room)))
-    sections = [
-        Layout(_header(view, width, not has_alarms), size=HEADER),
-        middle,
-        Layout(_panel(_workers(workers, workers_a_row, load, width), "workers"), size=of_workers),
-    ]
-    if has_alarms:
-        sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
-    return _columns(sections)
+    header, room = _header(view, width), height - 3
+    is_large = width >= MATRIX_WIDTH and height >= MATRIX_HEIGHT
+    last = _workers(view, width, max(3, room // 5), load) if view.is_running else _next_steps(view, width)
+    results = _results(view, width, room - len(last) - 4)
+    room -= len(last) + len(results)
+    health = _health(view, width, 3 if is_large else 1)
+    ladder = ladder_lines(view.league(), width, room - CORE - 4, is_large) if room >= CORE + 8 else []
+    gaps = 4 if height >= MATRIX_HEIGHT else 0
+    rest = max(room - len(ladder) - gaps, 0)
+    sections = [header, results, health[rest < 3 :][:rest], ladder, last]
+    lines, spare = list[Text](), room - sum(map(len, sections[2:4]))
+    for section in filter(None, sections):
+        if lines and spare > 0:
+            lines.append(Text())
+            spare -= 1
+        lines += section
+    lines = [*lines[: height - 1], *(Text() for _ in range(height - 1 - len(lines))), Text(LEGEND, style="dim")]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
 
 
-def _columns(parts: Sequence[Layout]) -> Layout:
-    layout = Layout(ratio=1)
-    layout.split_column(*parts)
-    return layout
+def _header(view: RunDirectory, width: int) -> list[Text]:
+    """Return the name of the run, and its state with the time left; other parts are left out if they do not fit."""
+    made, planned, totals = view.num_updates, view.learning_steps, view.totals()
+    env_ids = dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])
+    about = ", ".join(filter(None, (view.config.get("algorithm", ""), view.config["model_name"], *env_ids)))
+    state, style, parts = view.ending or "not running", "red", [f"{totals.games:,} games"]
+    when = f"after {duration(totals.seconds)}"
+    if view.is_running:
+        state, style, pace = "running", "green", view.pace()
+        if (silent_s := time.time() - view.live["time"]) > SILENT_S:
+            state, style = f"silent for {duration(silent_s)}", "red"
+        elif (view.directory / PAUSED).exists():
+            state, style = "paused", "bold"
+        when = "time left known after update 2"
+        if pace is not None:
+            when = f"left {duration(pace.seconds_per_update * (planned - made))}"
+            parts.append(f"{pace.games_per_s:.1f} games/s")
+        parts.append(f"{view.latest().get('run/tokens_per_s', 0):,.0f} tokens/s")
+    elif state == "ended":
+        style = "bold"
+    line, shown = Text.assemble((state, style), "  update ", (f"{made}/{planned}", "bold")), [when]
+    for part in parts:
+        if line.cell_len + LEAST_BAR + 4 + len("  ".join([*shown, part])) <= width:
+            shown.append(part)
+    room = min(width - line.cell_len - 4 - len("  ".join(shown)), WIDEST_BAR)
+    full = round(min(made / planned, 1) * room)
+    line.append("  ".join(["", "█" * full + "░" * (room - full), *shown] if room >= LEAST_BAR else ["", *shown]))
+    return [Text.assemble((view.directory.name, "bold"), "  ", (about, "dim")), line]
 
 
-def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
-    return Panel(content, title=title, title_align="left", **options)
-
-
-def _left(view: RunDirectory, width: int, room: int) -> list[Layout]:
-    """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
-    env_ids = [env["env_id"] for env in view.config["train_envs"]]
-    of_learner, of_staleness = 2 + len(LEARNER), 2 + len(STALENESS)
-    has_staleness = room >= 8 + 7 + of_staleness
-    shown = env_ids[: max(1, (room - of_learner - of_staleness) // 8)]
-    omitted = f" {len(shown)} of {len(env_ids)}" if len(shown) < len(env_ids) else ""
-    inner = width - 4
-    parts = []
-    for env_id in shown:
-        rows = metrics_of_env(env_id)
-        rows = rows[:6] if view.series(rows[2].name) else rows[:2] + rows[4:]  # an exact evaluation replaces two rows
-        parts.append(Layout(_panel(_statistics(view, rows, inner), Text(f"collection{omitted}: {env_id}")), size=8))
-    if room < LITTLE:
-        parts[0].size = None
-        return parts
-    rows = LEARNER if has_staleness else [*LEARNER[:4], *STALENESS[::2], LEARNER[4]]
-    parts.append(Layout(_panel(_statistics(view, rows, inner), "learner"), ratio=1, minimum_size=5))
-    if has_staleness:
-        parts.append(Layout(_panel(_statistics(view, STALENESS, inner), "staleness"), size=of_staleness))
-    return parts
-
-
-def _right(view: RunDirectory, width: int, room: int) -> list[Layout]:
-    """Return the panels of strength that fit: the league, and the newest evaluations."""
-    lines = [line for line in view.evaluations() if line["n"]]
-    league = view.league()
-    of_league = len(league.ladder) + 3
-    if width < NARROW:  # two rows for the newest evaluation of each env and opponent
-        lines = list({(line["env_id"], line["opponent"]): line for line in lines}.values())
-        rows = 2 * min(len(lines), max(2, (room - of_league - 2) // 2))
-    else:
-        rows = min(len(lines), max(5, room - min(of_league, PLAYERS) - 2))
-    of_evaluations = 2 + max(rows, 1) if room >= LITTLE else 0
-    parts = [Layout(league_panel(league, width, room - of_evaluations), ratio=1)]
-    if of_evaluations:
-        parts.append(Layout(_evaluations(lines, width, rows), size=of_evaluations))
-    return parts
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a sparkline of the newest `width` values, scaled from their least to their greatest."""
-    shown = [value for value in values[-min(width, SAMPLES) :] if math.isfinite(value)]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in shown)
-
-
-def bar(share: float, width: int) -> Text:
-    share = min(max(share, 0.0), 1.0)
-    style = "green" if share >= GOOD else "yellow" if share >= FAIR else "red"
-    full = round(share * width)
-    return Text("█" * full, style=style) + Text("░" * (width - full), style="dim")
-
-
-def _header(view: RunDirectory, width: int, has_no_alarms_panel: bool) -> Panel:
-    live, latest = view.live, view.latest()
-    made, planned, pace = view.num_updates, view.learning_steps, view.pace()
-    silent_s = time.time() - live.get("time", time.time())
-    if view.is_running and silent_s > SILENT_S:
-        state = (f"silent for {silent_s:.0f} s", "red")
-    elif view.is_running:
-        state = ("running", "green")
-    else:
-        state = (view.ending or "not running", "red" if view.ending == "failed" else "yellow")
-    progress = bar(made / max(planned, 1), max(4, width // 4 - 16))
-    line = Text.assemble(state, "  update ", (f"{made}/{planned} ", "bold"), progress)
-    line.append(f"  {live.get('games', latest.get('run/games', 0)):,.0f} games")
-    if pace is not None:
-        line.append(f" {pace.games_per_s:.1f}/s")
-    line.append(f"  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
-    if view.is_running and pace is not None:
-        line.append(f"  left {_duration(pace.seconds_per_update * (planned - made))}")
-    if num_alarms := len(view.alarms()):
-        line.append(f"  alarms {num_alarms}", style="red")
-    line.no_wrap, line.overflow = True, "ellipsis"
-    below = Text()
-    if has_no_alarms_panel and (alarms := view.alarms()):
-        below = Text(f"alarm, {alarms[-1]}", style="red")
-    elif view.is_running and "buffer" in live:  # values that change between updates
-        below = Text(
-            f"{live['train_games_in_flight']} + {live['eval_games_in_flight']} games in flight (train + eval), "
-            f"buffer {live['buffer']}/{live['buffer_size']}, batch {live['batch_size']}, void {live['void_games']}",
-            style="dim",
-        )
-    below.truncate(width - 8, overflow="ellipsis")
-    return _panel(line, Text(view.directory.name), subtitle=below or None, subtitle_align="left")
-
-
-def _alarms(alarms: Sequence[str], height: int) -> Panel:
-    """Return the panel of the newest alarms."""
-    if not alarms:
-        return _panel(Text("none", style="dim"), "alarms")
-    text = Text("\n".join(alarms[-height:]), style="red", no_wrap=True, overflow="ellipsis")
-    return _panel(text, f"alarms: {len(alarms)}", border_style="red")
-
-
-def _statistics(view: RunDirectory, rows: Sequence[Metric], width: int) -> Table:
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right", min_width=7)
-    table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
+def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
+    """Return a row for each env and opponent; a second one, with the verdict in words, if these do not fit into it."""
+    rows = view.results()
+    if not rows:
+        return [Text("results", style="bold"), *labelled("", _next_evaluation(view), 0, width, 2)]
+    updates = {row.newest.step for row in rows}
+    newest = f"update {updates.pop()}" if len(updates) == 1 else "newest"
+    heads = ["first" if any(row.before.step for row in rows) else "before", newest, "95 % interval", "change"]
+    table = [[Text("results", style="bold"), *(Text(head, style="dim") for head in heads)]]
     for row in rows:
-        values = view.series(row.name, row.n)
-        newest = format(values[-1], row.form) if values else "–"
-        table.add_row(row.label, newest, sparkline(values, max(width - 24, 8)))
-    return table
-
-
-def _evaluations(lines: Sequence[dict[str, Any]], width: int, rows: int) -> Panel:
-    """Return the panel of the newest evaluations with their 95 % intervals, in this number of rows."""
-    is_narrow = width < NARROW
-    shown = lines[-(rows // 2 if is_narrow else rows) :]
-    results = []
-    for line in shown:
-        if line["points"] is not None:
-            value, interval = f"{line['points']:.1%}", (f"{edge:.0%}" for edge in line["interval"])
+        style, gain = COLOURS[row.verdict], row.change
+        mark = "  " if gain is None or gain.low <= 0 <= gain.high else "▲ " if gain.low > 0 else "▼ "
+        name = row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent
+        numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text())
+        styles = ("", f"{style} bold", "", style)
+        table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
+    env_ids = [row.env_id for row in rows]
+    num_envs = len(set(env_ids)) if len(set(env_ids)) > 1 else 0
+    has_second = 1 + num_envs + 2 * len(rows) <= room
+    trends = _trends(rows, 24 if width > MATRIX_WIDTH else 10)
+    lines = aligned(table, "lrrrr", width - (2 + trends[1].cell_len) * (width >= WIDE and not has_second))
+    words, below = [Text(), *(_words(row, width - 4 - trends[1].cell_len) for row in rows)], list[list[Text]]()
+    for column in (trends, words):
+        if lines[0].cell_len + 2 + max(cell.cell_len for cell in column) <= width:
+            lines = aligned([*zip(lines, column, strict=True)], "ll")
         else:
-            value = f"{line['mean_reward']:.3g}"
-            interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["interval"])
-        results.append((line["model"], value, "–".join(interval), f"n={line['n']}"))
-    widths = [max(map(len, column)) for column in zip(*results, strict=True)]
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for line, (model, *numbers) in zip(shown, results, strict=True):
-        result = "  ".join([model.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
-        against = Text(f"{line['opponent']}, {line['env_id']}", style="dim")
-        text.append("\n" if text else "")
-        text.append_text(Text.assemble(against, "\n", result) if is_narrow else Text.assemble(result, "  ", against))
-    omitted = f": newest {len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
-    return _panel(text if shown else Text("none yet", style="dim"), f"evaluations{omitted}")
+            below.append(column)
+    shown = lines[:1]
+    for number, row in enumerate(rows, start=1):
+        if num_envs and row.env_id not in env_ids[: number - 1]:
+            shown.append(Text(row.env_id, style="dim"))
+        shown.append(lines[number])
+        second = Text("  ").join([Text(), *(column[number] for column in below)])
+        if second.plain.strip() and has_second:
+            shown.append(second)
+    if not any(row.change for row in rows):
+        shown += labelled("", f"one evaluation so far; {_next_evaluation(view)}", 0, width, 2)
+    return shown
 
 
-def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, width: int) -> RenderableType:
-    """Return a grid of engines with their throughput and their load."""
-    if not workers:
-        return Text("not running", style="dim")
-    table = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(a_row):
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+def _trends(rows: Sequence[ResultRow], width: int) -> list[Text]:
+    """Return the least value, a sparkline of all evaluations and the greatest value of each row, below a head."""
+    table = []
+    for row in rows:
+        ones = row.evaluations
+        bars, *_ = sparkline([one.value for one in ones], width, row.newest.is_share)
+        low, high = min(ones, key=lambda one: one.value), max(ones, key=lambda one: one.value)
+        cells = (low.value_text, bars, high.value_text) if len(ones) > 1 else ("", "", "")
+        table.append([Text(cell, style="dim") for cell in cells])
+    return [
+        Text("whole run" * any(len(row.evaluations) > 1 for row in rows), style="dim"),
+        *aligned(table, "rll", gap=1),
+    ]
+
+
+def _words(row: ResultRow, room: int) -> Text:
+    """Return the verdict in words, if it does not fit without the change, for which the row has a mark."""
+    said = row.verdict_text if row.change else ""
+    if len(said) > room:
+        said = said.rpartition("; ")[2]
+    return Text("; ".join(filter(None, [said, *row.newest.remarks])), style=COLOURS[row.verdict])
+
+
+def _next_evaluation(view: RunDirectory) -> str:
+    """Return when the next evaluation begins, or why none does."""
+    run, made = view.config["run"], view.num_updates
+    if not view.config.get("eval_envs") or not (run.get("eval_games") or run.get("num_eval_workers", 16)):
+        return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
+    if not view.is_running:
+        return "the run stopped before another evaluation"
+    every = run.get("eval_every") or view.learning_steps
+    following = min(every * (made // every + 1), view.learning_steps)
+    first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
+    return f"{first}the next begins after update {following}"
+
+
+def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
+    """Return alarms and spikes, each in at most `most` rows, games that ended early, and a row for each metric."""
+    alarms, spikes, latest = view.alarms()[::-1], find_spikes(view.updates()), view.latest()
+    ended = sorted((-count, name) for name, count in latest.items() if name.startswith("ended/") and count)
+    early = [f"{-count:,.0f} {name.removeprefix('ended/').rpartition('/')[2]}" for count, name in ended]
+    cells = _num_cells(width)
+    heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {'whole run, in means'[:cells]:<{cells}}  greatest"
+    lines = [Text.assemble(("health".ljust(LABEL), "bold"), "  ", (heads, "dim"))]
+    for label, texts, order in (("alarms", alarms, "newest"), ("spikes", [one.text for one in spikes], "largest")):
+        text = f"{len(texts)}, {order}: {texts[0]}" if texts else "none"
+        lines += labelled(label, text, LABEL, width, most, "red" if texts else "")
+    lines += labelled("games ended early", ", ".join(early) or "none", LABEL, width, 1)
+    if not view.updates():
+        return [*lines, *labelled("metrics", "none yet; they come with the first update", LABEL, width, 1)]
+    lines += _metric_lines(view, HEALTH, spikes, width)
+    for env in view.config["train_envs"]:
+        shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, width)
+        lines += [Text(f"training games of {env['env_id']}", style="dim"), *shown] if shown else []
+    return lines + _metric_lines(view, SPEED, spikes, width)
+
+
+def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], width: int) -> list[Text]:
+    """Return a row for each metric that has values."""
+    lines, marked = [], {(spike.metric, spike.update) for spike in spikes}
+    for metric in metrics:
+        updates = [line for line in view.updates() if metric.n is None or line.get(metric.n)]
+        known = [(line["step"], line[metric.name]) for line in updates if line.get(metric.name) is not None]
+        if not known:
+            continue
+        places = [place for place, (update, _) in enumerate(known) if (metric.name, update) in marked]
+        values = [value for _, value in known]
+        bars, *ends = sparkline(values, _num_cells(width), is_share(metric.name), {*places})
+        newest, low, high = (
+            percent(value) if is_share(metric.name) else format(value, metric.form) for value in (known[-1][1], *ends)
+        )
+        line = Text(f"{metric.label:<{LABEL}}  {newest:>{NUMBER}}  ").append(f"{low:>{NUMBER}}  ", style="dim")
+        line.append(bars, style="dim").highlight_words([SPIKE], "not dim red")
+        lines.append(line.append(f"  {high}", style="dim"))
+    return lines
+
+
+def _num_cells(width: int) -> int:
+    """Return the number of cells of a metric's sparkline."""
+    return width - LABEL - 3 * (NUMBER + 2) - 2
+
+
+def _next_steps(view: RunDirectory, width: int) -> list[Text]:
+    """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue."""
+    directory = shlex.quote(str(view.directory))
+    steps = [("report", f"unstable-lite report {directory}")]
+    if best := _best(view.directory, len(view.lines("eval"))):
+        count = len({line["step"] for line in view.lines("eval")})
+        steps.insert(0, ("best", f"{best}, of {count} evaluations: " + shlex.quote(f"run:{view.directory}/best")))
+    if view.ending != "ended" or view.num_updates < view.learning_steps:
+        steps.append(("continue", f"unstable-lite run --resume {directory}"))
+    return [line for label, text in steps for line in labelled(label, text, 8, width, 3)]
+
+
+@lru_cache(maxsize=1)
+def _best(directory: Path, _num_evaluations: int) -> str:
+    """Return the name of the checkpoint that `run:DIRECTORY/best` names; "" if there is none."""
+    with contextlib.suppress(UnstableError):
+        return find_saved(f"{directory}/best").name
+    return ""
+
+
+def _workers(view: RunDirectory, width: int, room: int, load: MachineLoad) -> list[Text]:
+    """Return a row for each worker, those in trouble first, in columns if it is wide."""
     cells = []
-    most = max((worker["stats"]["tokens_per_s"] for worker in workers if worker["stats"]), default=0.0)
+    workers = sorted(view.live.get("workers", []), key=lambda worker: worker["state"] in ("ready", "asleep"))
     for worker in workers:
-        stats = worker["stats"]
+        stats, state = worker["stats"], worker["state"]
         name = f"{worker['name']} ({'GPU ' * isinstance(worker['device'], int)}{worker['device']})"
-        is_up = worker["state"] in ("ready", "asleep")
-        cell = Text(f"{name:<16} ", style="" if is_up else "red")
-        if not is_up:
-            cell.append(f"is {worker['state']}", style="red")
-        elif worker["state"] == "asleep":
-            cell.append("sleeps while the learner learns")
+        if state not in ("ready", "asleep"):
+            cells.append([Text(name, style="red"), Text(f"is {state}", style="red"), Text()])
+            continue
+        does = "learns" if worker["waited_for"] else "waits"
+        if state == "asleep":
+            does = "sleeps while the learner learns"
         elif stats is not None:
-            cell.append_text(bar(stats["tokens_per_s"] / most if most else 0.0, max(4, width // 12)))
-            cell.append(f" {stats['tokens_per_s']:,.0f} tok/s  {stats['running']} run, {stats['queued']} wait")
-        else:
-            cell.append("learns" if worker["waited_for"] else "waits")
-        cell.append(f"  {load.of(worker)}", style="dim")
-        cells.append(cell)
-    for index in range(0, len(cells), a_row):
-        table.add_row(*cells[index : index + a_row])
-    return table
+            does = f"{stats['tokens_per_s']:,.0f} tokens/s, {stats['running']} run, {stats['queued']} wait"
+        cells.append([Text(name), Text(does), Text(load.of(worker), style="dim")])
+    lines = aligned(cells, "lll") if cells else [Text("none yet; they are started first")]
+    beside = max(1, (width + 4) // (lines[0].cell_len + 4))
+    rows = [Text("    ").join(lines[first : first + beside]) for first in range(0, len(lines), beside)]
+    if len(rows) > room - 1:
+        rest = len(lines) - beside * (room - 2)
+        rows = [*rows[: room - 2], Text(f"and {rest} more", style="dim")]
+    return [Text("workers", style="bold"), *rows]
 
 
 class MachineLoad:
@@ -337,8 +370,3 @@ class MachineLoad:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             shown.append(f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB")
         return "  ".join(shown)
-
-
-def _duration(seconds: float) -> str:
-    days, rest = divmod(seconds, 86_400)
-    return f"{days:.0f} d " * (days > 0) + time.strftime("%H:%M:%S", time.gmtime(rest))

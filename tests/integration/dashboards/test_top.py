@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -23,7 +24,8 @@ from rich.console import Console
 
 from unstable_lite.dashboards.league import Result
 from unstable_lite.dashboards.run_directory import Pace, RunDirectory
-from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
+from unstable_lite.dashboards.text_rows import sparkline
+from unstable_lite.dashboards.top import MachineLoad, draw
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.orchestrator.workers import environment
@@ -92,37 +94,32 @@ def shown(directory: Path, width: int = 140, height: int = 45, **live: Any) -> s
     return "\n".join(frame(view, width, height))
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (100, 32), (140, 45), (220, 70)])
 def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
-    view = RunDirectory(directory)
-    view.refresh()
-    lines = frame(view, width, height)
-    assert len(lines) == height
-    assert {len(line) for line in lines} == {width}
-    text = "\n".join(lines)
-    for fact in (
-        "running",
-        "0.25 ▁",
-        "update 12/20",
-        "121 games 5.0/s",
-        "left 00:00:16",
-        "staleness",
-        "+1.00",
-        "-0.12",
-        "ckpt-12",
-        "of 13 rated models",
-        "75.0%",
-        "66%–83%",
-    ):
-        assert fact in text, fact
-    assert "engine-0 (cpu)" in text and "99 tok/s" in text
-    assert "learner (GPU 0)" in text and "is dead" in text
-    assert "a [bold]hostile[/bold] alarm" in text
-    assert ("30 + 4 games in flight (train + eval), buffer 17/96, batch 48, void 2" in text) == (height >= 30)
-    assert ("greatest" in text) == (height >= 32)
-    assert ("collection: TicTacToe-v0-train" in text) == (height >= 45)
-    assert (re.search(r"\b0 of \d+ opponents fit", text) is not None) == (width < 100)
-    assert ("vs 13" in text and "100% 12" in text) == (width >= 100)
+    text = shown(directory, width, height)
+    assert len(text.split("\n")) == height
+    assert re.search(r"^running  update 12/20 .*left 16 s", text, re.MULTILINE)
+    assert re.search(r"^▲ random +40.0 % +75.0 % +65.5–82.6 +\+35.0", text, re.MULTILINE)
+    assert ("1, newest: update 3: a [bold]hostile[/bold] alarm" in text) == (width > 60)
+    assert "better than before" in text
+    assert "learner (GPU 0)" in text and "is dead" in text and "99 tokens/s, 3 run, 1 wait" in text
+    assert ("ckpt-12 newest strongest" in text) == (height > 30)
+    assert ("100.0 % 12" in text) == (height > 36)
+
+
+def test_time_left_and_results_are_whole_in_the_smallest_terminal(directory: Path) -> None:
+    lines = shown(directory, 60, 20, learning_steps=4_000_000, games=10**9).split("\n")
+    assert lines[1].endswith("left 2222 h 12 min")
+    assert sum(line.startswith("▲") for line in lines) == 1
+
+
+def test_worker_in_trouble_is_shown_first_and_the_others_are_counted(directory: Path) -> None:
+    engine, learner = json.loads((directory / "live.json").read_text())["workers"]
+    many = [engine | {"name": f"engine-{number}", "pid": None} for number in range(30)]
+    lines = shown(directory, 80, 24, workers=[*many, learner]).split("\n")
+    first = lines.index("workers") + 1
+    assert "learner (GPU 0)" in lines[first] and "is dead" in lines[first]
+    assert re.fullmatch(r"and \d\d more", lines[first + 2].rstrip())
 
 
 def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
@@ -138,14 +135,16 @@ def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
     assert "sleeps" in text and "99 tok/s" not in text
 
 
-def test_run_that_has_ended_shows_no_throughput(directory: Path) -> None:
-    for ending, state in (({"has_failed": True}, "failed"), ({}, "ended")):
-        text = shown(directory, has_ended=True, **ending)
-        assert state in text and "not running" in text and "99 tok" not in text
+def test_run_that_has_ended_shows_no_worker_pace_or_time_left(directory: Path) -> None:
+    for ending, state in (({}, "ended"), ({"has_failed": True}, "failed"), ({"has_ended": False}, "not running")):
+        text = shown(directory, pid=2**22 + 1, **{"has_ended": True} | ending)
+        assert text.split("\n")[1].startswith(f"{state}  update 12/20")
+        assert "workers" not in text and "tokens/s, " not in text and "left" not in text and "games/s" not in text
+        assert f"unstable-lite report {directory}" in text.replace("\n          ", "")
 
 
 def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
-    assert "silent for 6" in shown(directory, 80, 24, time=time.time() - 60).split("\n")[1]
+    assert shown(directory, 80, 24, time=time.time() - 3600).split("\n")[1].startswith("silent for 1 h 0 min")
 
 
 def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(directory: Path) -> None:
@@ -227,7 +226,7 @@ def test_league_alarms_and_evaluations_are_read_and_only_changed_models_logged(d
     assert view.league().results.of("base", "ckpt-12") == Result(12, lost=12)
     assert [row.uid for row in view.league().ladder if row.is_current] == ["ckpt-12"]
     assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
-    assert view.series("learner/loss")[:3] == [-0.01, -0.02, -0.03]
+    assert [line["learner/loss"] for line in view.updates()][:3] == [-0.01, -0.02, -0.03]
     assert [line["step"] for line in view.evaluations()] == [0, 12]
     last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
     assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
@@ -287,6 +286,7 @@ def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> N
         assert not view.live or view.is_running
         assert len(frame(view, 80, 24)) == 24
     assert "not running" in frame(view, 80, 24)[1]
+    assert "no evaluation is planned" in "".join(frame(view, 80, 24))
 
 
 def test_directory_that_is_not_a_run_is_named(tmp_path: Path) -> None:
@@ -296,10 +296,18 @@ def test_directory_that_is_not_a_run_is_named(tmp_path: Path) -> None:
         newest_run(tmp_path)
 
 
-def test_sparkline_scales_to_the_range_and_skips_nan() -> None:
-    assert sparkline([0.0, 1.0, float("nan"), 2.0], 10) == "▁▅█"
-    assert sparkline([3.0] * 5, 3) == "▁▁▁"
-    assert sparkline([], 10) == ""
+def test_sparkline_holds_the_whole_run_in_means_and_marks_spikes() -> None:
+    rising = [0.4 + update / 640 for update in range(128)]
+    assert sparkline(rising, 8, is_share=True) == (
+        "▄▄▄▄▅▅▅▅",
+        pytest.approx(0.4117, abs=1e-4),
+        pytest.approx(0.5868, abs=1e-4),
+    )
+    assert sparkline([3.0, 3.1, 3.0, math.nan], 9)[0] == "███ "
+    bars, low, high = sparkline([1.0] * 40 + [50.0] + [1.0] * 40, 9, spikes={40})
+    assert (bars, low, high) == ("████!████", 1.0, 1.0)
+    assert sparkline([-2.0, 0.0], 2)[0] == "▁█"
+    assert sparkline([], 10)[0] == ""
 
 
 class Terminal:
@@ -359,10 +367,10 @@ def terminal(directory: Path) -> Iterator[Terminal]:
 
 
 def test_user_can_watch_resize_and_quit(terminal: Terminal) -> None:
-    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text and "100% 12" in text)
+    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text and "+35.0" in text)
     terminal.press("mx")  # no keys
-    terminal.resize(70, 20)
-    terminal.wait_for(lambda text: "80 × 24" in text and "70 × 20" in text)
+    terminal.resize(59, 20)
+    terminal.wait_for(lambda text: "60 × 20" in text and "59 × 20" in text)
     terminal.resize(80, 24)
     terminal.wait_for(lambda text: "update 12/20" in text and "workers" in text)
     terminal.press("q")
