@@ -19,7 +19,7 @@ from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.evaluation.plan import ANCHOR, RUNGS
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.tracking.evaluations import POINTS
-from unstable_lite.tracking.intervals import Z_95, bisect
+from unstable_lite.tracking.intervals import Z_95, bisect, percent
 from unstable_lite.types import Outcome
 
 LIMIT = 10_000.0
@@ -150,7 +150,7 @@ def places_tables(places: Sequence[Place]) -> list[Table]:
     for place in places:
         title = f"{place.env_id}: Elo, {ANCHOR} = 0; points against each scripted player"
         interval = f"{place.low:+.0f} – {place.high:+.0f}" if math.isfinite(place.low) else "–"
-        points = (f"{place.points[rung]:.0%}" if rung in place.points else "–" for rung in RUNGS)
+        points = (percent(place.points[rung], 0) if rung in place.points else "–" for rung in RUNGS)
         table = tables.setdefault(place.env_id, plain_table(title, ["model"], columns))
         table.add_row(place.model, f"{place.rating:+.0f}", interval, str(place.games), *points)
     return list(tables.values())

@@ -37,7 +37,7 @@ from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import play_all
-from unstable_lite.tracking.intervals import Z_95
+from unstable_lite.tracking.intervals import Z_95, percent
 
 Floats = npt.NDArray[np.float64]
 
@@ -381,4 +381,4 @@ def _shown(name: str, estimate: Estimate | None) -> str:
     half = estimate.high - estimate.value
     if name in ("action_entropy", "state_dependence"):  # in nats
         return f"{estimate.value:.3f} ± {half:.3f}"
-    return f"{estimate.value:.1%} ± {half:.1%} (n={estimate.n})"
+    return f"{percent(estimate.value)} ± {percent(half)} (n={estimate.n})"

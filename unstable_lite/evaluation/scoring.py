@@ -43,6 +43,7 @@ from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.planning.plan import checked_config
 from unstable_lite.planning.trust import run_config
+from unstable_lite.tracking.intervals import percent
 
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
@@ -143,8 +144,9 @@ def probe_models(
             probes.append(probe(model.name, env, positions[env], dict(zip(observations, distributions, strict=True))))
             if (rest := probes[-1].rest.value) > MUCH:
                 say(
-                    f"{model.name} in {env.env_id}: {rest:.0%} of the probability is on answers that are not listed. "
-                    "If it reasons before it answers, its choice cannot be computed exactly: sample it with --samples"
+                    f"{model.name} in {env.env_id}: {percent(rest, 0)} of the probability is on answers that are not "
+                    "listed. If it reasons before it answers, its choice cannot be computed exactly: sample it with "
+                    "--samples"
                 )
     return probes
 
@@ -193,8 +195,8 @@ def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
     for of in results:
         title = f"{of.env_id}: exact, against a best response in {of.states:,} decision states"
         columns = ("exploitability", "legal only", "other answers", "points at seat 0, 1")
-        points = f"{of.win_0 + of.draw_0 / 2:.1%}, {of.win_1 + of.draw_1 / 2:.1%}"
-        metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", f"{of.rest:.2%}"
+        points = f"{percent(of.win_0 + of.draw_0 / 2)}, {percent(of.win_1 + of.draw_1 / 2)}"
+        metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", percent(of.rest, 2)
         tables.setdefault(of.env_id, plain_table(title, ["model"], columns)).add_row(of.model, *metrics, points)
     return list(tables.values())
 

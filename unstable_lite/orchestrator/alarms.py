@@ -14,7 +14,7 @@ import msgspec
 
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import mean_interval, points_interval, share_interval
+from unstable_lite.tracking.intervals import mean_interval, percent, percent_range, points_interval, share_interval
 
 SAY_EVERY = 20
 """Number of further readings after which an alarm that stays on is repeated, with its action."""
@@ -324,7 +324,7 @@ class Result:
         low, high = self.interval()
         if self.std is None:
             of = f"{self.n} games {self.what}" if self.what else f"the points in {self.n} games"
-            return f"{self.who} {self.mean:.1%} of {of} (95 %: {low:.1%} – {high:.1%})"
+            return f"{self.who} {percent(self.mean)} of {of} (95 %: {percent_range(low, high)})"
         return f"{self.who} a mean reward of {self.mean:.3f} in {self.n} games (95 %: {low:.3f} – {high:.3f})"
 
 

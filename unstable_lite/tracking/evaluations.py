@@ -20,6 +20,7 @@ from unstable_lite.tracking.intervals import (
     mean_interval,
     paired_difference,
     percent,
+    percent_range,
     points_interval,
     share_interval,
     wilson_interval,
@@ -105,7 +106,7 @@ class Evaluation:
         low, high = self.interval
         if not self.n or not math.isfinite(low):
             return "–"
-        return f"{100 * low:.1f}–{100 * high:.1f}" if self.is_share else f"{low:.3f} to {high:.3f}"
+        return percent_range(low, high) if self.is_share else f"{low:.3f} to {high:.3f}"
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -138,7 +139,7 @@ class Evaluation:
 
     @property
     def optimal_text(self) -> str:
-        return f"{self.optimal_share:.0%}" if self.choices else "–"
+        return percent(self.optimal_share, 0) if self.choices else "–"
 
     @property
     def own_invalid(self) -> str:
@@ -150,7 +151,7 @@ class Evaluation:
         """Remarks without which points mislead: on games that an invalid move ended, and on games without a result."""
         remarks = []
         if self.ended_invalid > FORFEIT_SHARE * self.n:
-            remarks.append(f"{self.ended_invalid / self.n:.0%} of the games ended by an invalid move")
+            remarks.append(f"{percent(self.ended_invalid / self.n, 0)} of the games ended by an invalid move")
         early = {reason or "void": count for reason, count in self.reasons.items() if reason != ENV_RAISED}
         num_early, total = self.void + early.get(CONTEXT_FULL, 0), self.n + self.void
         if num_early > EARLY_SHARE * total:

@@ -124,8 +124,13 @@ def unpaired_difference(
     return Gain(mean=new - old, low=max(low, -most), high=min(high, most), seeds=0)
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def percent_range(low: float, high: float) -> str:
+    """Return the edges of an interval in per cent, without its sign: `75.8–83.6`."""
+    return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
 @lru_cache(maxsize=10_000)

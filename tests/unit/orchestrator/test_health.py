@@ -230,10 +230,10 @@ async def test_collapse_names_the_best_kept_checkpoint(watched: Watched) -> None
     assert watched.health.collapsed() == []
     watched.health.check_evaluation(evaluation(10, 10))
     (alarm,) = watched.tracker.alarms
-    assert re.search(r"collapse: .*E .*O: ckpt-10 10\.0%.* 100 ", alarm)
+    assert re.search(r"collapse: .*E .*O: ckpt-10 10\.0 %.* 100 ", alarm)
     (collapsed,) = watched.health.collapsed()
     assert collapsed.startswith("collapsed: the last policy is worse than the best one: ")
-    assert re.search(r"ckpt-5 90\.0%.* 100 ", collapsed)
+    assert re.search(r"ckpt-5 90\.0 %.* 100 ", collapsed)
     assert collapsed.endswith(f"{watched.directory / 'checkpoints' / 'ckpt-4'}")
     (watched.directory / "adapters" / "ckpt-5").mkdir(parents=True)
     assert watched.health.collapsed()[0].endswith(f"{watched.directory / 'adapters' / 'ckpt-5'}")
@@ -249,7 +249,7 @@ async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched: Watche
     resumed.load_state_dict(state)
     assert watched.logged == []
     assert resumed.state_dict()["contests"]["evaluation of E against O"]["compared"] == 2
-    assert "ckpt-10 10.0%" in resumed.collapsed()[0]
+    assert "ckpt-10 10.0 %" in resumed.collapsed()[0]
     resumed.check_evaluation(evaluation(12, 15))
     assert watched.logged == []
     assert resumed.check_update(16, {})["alarms/collapse"] == 1
@@ -281,8 +281,8 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     watched.play(512, "loss", end="invalid", invalid_pids=(0,))
     watched.check(range(3, 8))
     patterns = (
-        r"update 3: decline: .* E: .*update 3 0\.0%.* 512 .*0\.0% – 0\.7%.*update 1 100\.0%.* 512 .*99\.3% – 100\.0%",
-        r"update 3: decline: .* E .*scripted:random: .*update 3 0\.0%.* 512 .*update 1 100\.0%.* 512 .*99\.3%",
+        r"update 3: decline: .* E: .*update 3 0\.0 %.* 512 .*0\.0–0\.7.*update 1 100\.0 %.* 512 .*99\.3–100\.0",
+        r"update 3: decline: .* E .*scripted:random: .*update 3 0\.0 %.* 512 .*update 1 100\.0 %.* 512 .*99\.3",
         r"update 7: invalid_moves: 100\.0%.* 512 .* E .*90%, 5 times",
     )
     for pattern, text in zip(patterns, watched.tracker.alarms, strict=True):

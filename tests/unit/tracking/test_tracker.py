@@ -388,8 +388,8 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
         return tally.evaluation("l", "m", 0, "E", "base")
 
     assert evaluated(1).remarks == []
-    assert evaluated(9).remarks == ["90% of the games ended by an invalid move"]
-    assert "50.0 % of the points" in evaluated(9).describe() and "90% of the games" in evaluated(9).describe()
+    assert evaluated(9).remarks == ["90 % of the games ended by an invalid move"]
+    assert "50.0 % of the points" in evaluated(9).describe() and "90 % of the games" in evaluated(9).describe()
 
 
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
