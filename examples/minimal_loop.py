@@ -23,7 +23,7 @@ from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import random_legal_action
 from unstable_lite.games.templates import format_prompt
 from unstable_lite.models import resolve_model
-from unstable_lite.tracking.intervals import share_interval
+from unstable_lite.tracking.intervals import percent, share_interval
 
 ENV_ID, NUM_PLAYERS = "Nim-v0-train", 2
 MAX_TURNS, MAX_NEW_TOKENS = 40, 16
@@ -154,7 +154,7 @@ def evaluate(model: Model, num_games: int, seed: int) -> str:
     rewards = play(model, games, random.Random(seed))
     wins = [float(reward[game.seats[0]] > 0) for game, reward in zip(games, rewards, strict=True)]
     low, high = share_interval([wins[first : first + 2] for first in range(0, num_games, 2)])
-    return f"{sum(wins) / num_games:.1%} of {num_games} games won (95 %: {low:.1%} – {high:.1%})"
+    return f"{percent(sum(wins) / num_games)} of {num_games} games won (95 %: {percent(low)} – {percent(high)})"
 
 
 def main(arguments: list[str] | None = None) -> None:
