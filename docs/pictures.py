@@ -99,9 +99,12 @@ def pictures_of_report(run: Path, report: Path, games: Path) -> None:
         page.wait_for_selector("html[data-drawn]")
         _save(page, report)
         mode = page.locator("[data-act=mode]")
-        if not mode.count():  # no game is open
-            page.locator("#list button").first.click()
-        mode.select_option("logprob")
+        if mode.count():  # the run kept its tokens
+            mode.select_option("logprob")
+        for turn in reversed(page.locator(".turns button").all()):  # of the game that is open
+            turn.click()
+            if page.locator("#game .sampled").count():  # the model's turn
+                break
         top_of_games = "document.querySelector('#browser').getBoundingClientRect().top + scrollY - 56"
         page.evaluate(f"scrollTo({{ top: {top_of_games}, behavior: 'instant' }})")
         page.mouse.move(0, 0)
