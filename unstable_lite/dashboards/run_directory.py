@@ -33,6 +33,7 @@ from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
+from unstable_lite.tracking.spikes import find_spikes
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20
@@ -122,6 +123,13 @@ class RunDirectory:
     def is_running(self) -> bool:
         """Return whether the process that wrote live.json exists; only meaningful on its machine."""
         return bool(self.live) and not self.live["has_ended"] and psutil.pid_exists(self.live["pid"])
+
+    @property
+    def state(self) -> str:
+        """Return the state as `RunEntry` names it."""
+        if _is_locked(self):
+            return "paused" if (self.directory / PAUSED).exists() else "running"
+        return self.ending or "killed"
 
     @property
     def ending(self) -> str | None:
@@ -233,9 +241,7 @@ def _entry(directory: Path) -> RunEntry:
             run = RunDirectory(directory)
             run.refresh()
             result, began = _result(run.results()), _began(directory, run.lines("metrics"))
-            is_paused = (directory / PAUSED).exists()
-            state = ("paused" if is_paused else "running") if _is_locked(run) else run.ending or "killed"
-            entry.updates, entry.state = f"{run.num_updates}/{run.learning_steps}", state
+            entry.updates, entry.state = f"{run.num_updates}/{run.learning_steps}", run.state
             entry.result, entry.began = result, began
     except (UnstableError, OSError) as error:
         entry.result = str(error)
@@ -258,7 +264,7 @@ def _is_locked(run: RunDirectory) -> bool:
         return False
     try:
         lock = try_lock(run.directory)
-    except PermissionError:
+    except OSError:
         return run.is_running
     if lock is not None:
         os.close(lock)
@@ -306,6 +312,8 @@ class RunData(RunDirectory):
         """(update, μ, σ, games) at every change, by model, of models that have played."""
         with understood(directory):
             self.refresh()
+            self.rows = self.results()
+            self.spikes = find_spikes(self.updates())
             self._read_metrics()
             for line in self.lines("league"):
                 for uid, (mu, sigma, games, *_) in line["models"].items():
@@ -345,6 +353,7 @@ class RunData(RunDirectory):
 @dataclass(frozen=True, slots=True)
 class Group:
     label: str
+    runs: list[RunData]
     differing: dict[str, str] = field(default_factory=dict)
     """Values of the keys in which the groups differ."""
 
@@ -357,25 +366,23 @@ def read_runs(directories: Sequence[Path]) -> list[RunData]:
     for run, key in zip(runs, keys, strict=True):
         run.group = order.index(key)
     runs.sort(key=lambda run: run.group)
-    groups = groups_of(runs)
-    labels = [" · ".join(filter(None, (groups[run.group].label, f"seed {run.seed}"))) for run in runs]
-    for run, label in zip(runs, labels, strict=True):
-        started = run.directory.name[:8]  # the time of day, with which run directories begin
-        run.label = f"{label} ({started})" if labels.count(label) > 1 else label
+    names = [run.directory.name for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        run.label = name if names.count(name) == 1 else f"{run.directory.parent.name}/{name}"
     return runs
 
 
 def groups_of(runs: Sequence[RunData]) -> list[Group]:
-    """Return the groups in order. A single group has no label."""
-    configs = {run.group: _shared_config(run) for run in runs}
-    differing = differences([*configs.values()])
+    """Return the groups in order, each labelled by its run or as a config with several seeds."""
+    members = defaultdict[int, list[RunData]](list)
+    for run in runs:
+        members[run.group].append(run)
+    differing = differences([_shared_config(of_group[0]) for of_group in members.values()])
     groups = []
-    for number in range(len(configs)):
+    for number, of_group in enumerate(members.values()):
+        several = f"config {chr(ord('A') + number % 26)}, {len(of_group)} seeds" if differing else "mean of the seeds"
         own = {key: _short(values[number]) for key, values in differing.items()}
-        shown = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in own.items())
-        letter = f"config {chr(ord('A') + number % 26)}"
-        label = (shown if len(shown) <= MAX_LABEL_CHARS else letter) if len(configs) > 1 else ""
-        groups.append(Group(label, own))
+        groups.append(Group(of_group[0].label if len(of_group) == 1 else several, of_group, own))
     return groups
 
 

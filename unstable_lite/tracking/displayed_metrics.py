@@ -50,22 +50,6 @@ _ALL = (
     Metric("steps in buffer", "buffer/size", ",.0f", "speed"),
     Metric("steps dropped", "buffer/dropped_stale", ",.0f"),
 )
-TITLES = {
-    "learner/policy_grad_norm": "gradient norm",
-    "learner/importance_weight_mean": "mean importance weight",
-    "learner/importance_weight_clipped": "importance weights cut",
-    "learner/mismatch_mean": "mismatch of engine and learner",
-    "learner/staleness_mean": "mean staleness",
-    "learner/staleness_max": "greatest staleness",
-    "learner/zero_advantage": "steps with zero advantage",
-    "run/tokens_per_s": "tokens a second of the engines",
-    "learner/tokens_per_s": "tokens a second of the learner",
-    "learner/wait_for_batch_s": "wait for a batch (s)",
-    "learner/seconds": "duration of an update (s)",
-    "learner/publish_s": "weight sync (s)",
-    "buffer/size": "steps in the buffer",
-}
-"""Names in words, for a view with more room than a label needs."""
 METRICS = {metric.name: metric for metric in _ALL}
 _OF_ENV = (
     Metric("reward", "collection-{}/reward", "+.2f"),

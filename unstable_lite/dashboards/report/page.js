@@ -51,50 +51,15 @@ const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
 
 // ---------------------------------------------------------------- curves
 
-const SHARE = /(Points$|Win Rate|Loss Rate|Draw Rate|^Draw|Ended by|Truncated|Format Success Rate|Invalid Rate|share$|clipped$|^Pct\.)/;
+/** Marks of series, which colours alone must not tell apart: plotly's name, and the same as a character. */
+const MARKS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["cross", "✚"], ["x", "✖"]];
+const markOf = (number) => MARKS[number % 6];
 
-const split = (name) => [name.slice(0, name.lastIndexOf("/")), name.slice(name.lastIndexOf("/") + 1)];
-
-/** A run's points of one metric: {x, step, y, low, high, n}. */
-function metricPoints(run, name) {
-  const values = run.series[name], counts = run.series[run.countOf[name]], bands = run.bands[name];
-  if (!values) return [];
-  const points = [];
-  values.forEach((y, i) => {
-    if (y === null) return;
-    const [low, high] = bands?.[i] ?? [null, null];
-    points.push({ step: run.steps[i], hours: run.hours[i], y, low, high, n: counts ? counts[i] : null });
-  });
+/** A line's points: {step, hours, y, low, high, text}. of: the run or group whose updates it has, if it has none itself. */
+function pointsOf(line, of) {
+  const { steps, hours } = line?.steps ? line : of, points = [];
+  line?.y.forEach((y, i) => y !== null && points.push({ step: steps[i], hours: hours[i], y, low: line.low?.[i] ?? null, high: line.high?.[i] ?? null, text: line.text[i] }));
   return points;
-}
-
-function hoursAt(run, step) {
-  const i = run.steps.indexOf(step);
-  return i >= 0 ? run.hours[i] : null;
-}
-
-function evaluationPoints(run, env, opponent, concurrent) {
-  const rows = run.evaluations.filter((row) => row.env_id === env && row.opponent === opponent && row.n
-    && (row.label === "concurrent") === concurrent);
-  return rows.sort((a, b) => a.step - b.step).map((row) => {
-    const [low, high] = row.interval;
-    return { step: row.step, hours: hoursAt(run, row.step), y: row.points ?? row.mean_reward, low, high, n: row.n };
-  });
-}
-
-/** Mean over a group's runs wherever at least two of them have a value, with its t-interval. student: quantile by number of runs. */
-function meanOver(runs, isShare, student) {
-  const at = new Map();
-  for (const points of runs) for (const point of points) at.set(point.step, [...(at.get(point.step) ?? []), point]);
-  return [...at].sort((a, b) => a[0] - b[0]).filter(([, found]) => found.length > 1).map(([step, found]) => {
-    const mean = (pick) => found.reduce((sum, point) => sum + pick(point), 0) / found.length;
-    const y = mean((point) => point.y);
-    const sd = Math.sqrt(found.reduce((sum, point) => sum + (point.y - y) ** 2, 0) / (found.length - 1));
-    const hours = found.some((point) => point.hours === null) ? null : mean((point) => point.hours);
-    if (sd <= 1e-9 * Math.max(1, Math.abs(y))) return { step, hours, y, low: null, high: null, seeds: found.length };
-    const half = (student[found.length] * sd) / Math.sqrt(found.length), [least, most] = isShare ? [0, 1] : [-Infinity, Infinity];
-    return { step, hours, y, low: Math.max(y - half, least), high: Math.min(y + half, most), seeds: found.length };
-  });
 }
 
 class Curves {
@@ -114,36 +79,37 @@ class Curves {
     return Boolean($("overlay")) && $("overlay").value === "mean";
   }
 
-  /** What is drawn of one card: lines with a label and a colour's role; faint ones stand behind. */
-  lines(card) {
-    if (card.own) return card.own;
-    const { runs, groups } = this.data, ofRun = runs.map((run) => card.points(run));
-    if (!this.byGroup) return ofRun.map((points, i) => ({ label: runs[i].label, role: roleOf(i), points })).filter((line) => line.points.length);
-    return groups.flatMap((group, number) => {
-      const members = runs.map((run, i) => i).filter((i) => runs[i].group === number && ofRun[i].length);
-      const label = group || "mean", role = roleOf(number);
-      if (members.length < 2) return members.map((i) => ({ label: runs[i].label, role, points: ofRun[i] }));
-      const faint = members.map((i) => ({ label: runs[i].label, role, points: ofRun[i], faint: true }));
-      return [...faint, { label, role, points: meanOver(members.map((i) => ofRun[i]), card.percent, this.data.student) }];
+  /** Lines of one chart, each with a label and the number of its colour and mark; faint ones stand behind. */
+  lines({ name, own, ...chart }) {
+    if (own) return own;
+    const of = (kind) => this.data[kind].map((one, i) => pointsOf(chart[kind] ? chart[kind][i] : one.curves[name], one));
+    const { runs, groups } = this.data, ofRun = of("runs");
+    const line = (i, role) => ({ label: runs[i].label, role, points: ofRun[i], spikes: runs[i].spikes.filter(([metric]) => metric === name) });
+    const filled = (lines) => lines.filter((one) => one.points.length);
+    if (!this.byGroup) return filled(runs.map((run, i) => line(i, i)));
+    return of("groups").flatMap((points, role) => {
+      const members = filled(runs.map((run, i) => i).filter((i) => runs[i].group === role).map((i) => line(i, role)));
+      return members.length < 2 ? members : [...members.map((one) => ({ ...one, faint: true })), { label: groups[role].label, role, points, spikes: [] }];
     });
   }
 
-  add(parent, title, points, { percent = false, explain = "", own = null, wide = false } = {}) {
+  /** chart: name, title, explain, share, reference, and lines in `own`, or in `runs` and `groups`, or else those of the metric `name`. */
+  add(parent, chart) {
     const plot = el("div", { class: "plot", role: "img" });
     const latest = el("span", { class: "latest" });
     const values = el("div", { class: "values", tabindex: "0" });
     const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values"), values);
-    const figure = el("figure", { class: wide ? "chart wide" : "chart" },
-      el("figcaption", {}, el("span", {}, title), latest, explain && el("span", { class: "explain" }, explain)), plot, details);
-    const card = { points, percent, plot, own, wide };
+    const figure = el("figure", { class: chart.own ? "chart wide" : "chart" },
+      el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details,
+      chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name ?? ""));
+    const card = { ...chart, plot };
     figure.card = card;
     this.cards.push(figure);
     parent.append(figure);
     const last = this.lines(card).filter((line) => !line.faint);
-    const tell = (point) => `${figureOf(point.y, percent)}${rangeOf(point, percent)}`;
-    if (last.length === 1 && last[0].points.length) latest.append(...latestOf(last[0].points.at(-1), percent));
-    plot.setAttribute("aria-label", `${title}. ${last.map((line) => line.points.length
-      ? `${line.label}: from ${tell(line.points[0])} to ${tell(line.points.at(-1))}` : "").join("; ")}`);
+    if (last.length === 1 && last[0].points.length) latest.append(...emphasised(last[0].points.at(-1).text));
+    plot.setAttribute("aria-label", `${chart.title}. ${last.map((line) => line.points.length
+      ? `${line.label}: from ${line.points[0].text} to ${line.points.at(-1).text}` : "").join("; ")}`);
     this.observer.observe(figure);
     this.drawLater();
   }
@@ -203,45 +169,65 @@ class Curves {
 
   plot(plotly, card) {
     card.isDrawn = true;
-    const axis = $("x-axis").value, ink = colour("ink"), soft = colour("soft"), line = colour("line");
-    const traces = [];
-    for (const { label, role, points: all, faint, dash } of this.lines(card)) {
-      const points = all.filter((point) => axis === "steps" || point.hours !== null);
-      const x = points.map((point) => (axis === "steps" ? point.step : point.hours)), few = points.length < 12;
-      const banded = !faint && points.filter((point) => point.low !== null && point.low !== undefined);
-      if (banded && banded.length > 1) {
-        const bx = banded.map((point) => (axis === "steps" ? point.step : point.hours));
+    const axis = $("x-axis").value === "steps" ? "step" : "hours", ink = colour("ink"), soft = colour("soft"), line = colour("line");
+    const lines = this.lines(card).map((one) => ({ ...one, points: one.points.filter((point) => point[axis] !== null) }));
+    const range = card.share ? [-0.02, 1.02] : rangeOf(lines), traces = [], notes = [];
+    for (const { label, role, points, faint, spikes, base } of lines) {
+      const own = colour(base ? "soft" : roleOf(role), faint ? 0.35 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
+      const x = points.map((point) => point[axis]);
+      if (banded.length > 1) {
+        const bx = banded.map((point) => point[axis]);
         traces.push({ x: [...bx, ...bx.toReversed()], y: [...banded.map((p) => p.high), ...banded.toReversed().map((p) => p.low)],
-          fill: "toself", fillcolor: colour(role, 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip", showlegend: false });
+          fill: "toself", fillcolor: colour(base ? "soft" : roleOf(role), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip", showlegend: false });
       }
-      traces.push({ x, y: points.map((point) => point.y), mode: few && !faint ? "lines+markers" : "lines", name: plain(label),
-        line: { color: colour(role, faint ? 0.35 : 1), width: faint ? 1 : 2, dash }, marker: { size: 6, color: colour(role) },
-        text: points.map((point) => `${plain(label)}: <b>${figureOf(point.y, card.percent)}</b>${plain(rangeOf(point, card.percent))}`),
-        hovertemplate: "%{text}<extra></extra>", hoverinfo: faint ? "skip" : undefined, showlegend: card.wide });
+      traces.push({ x, y: points.map((point) => point.y), mode: (points.length < 12 || lines.length > 1) && !faint ? "lines+markers" : "lines", name: plain(label),
+        line: { color: own, width: faint ? 1 : 2, dash: card.own && role ? "dot" : undefined }, marker: { size: 7, color: own, symbol: markOf(role)[0], maxdisplayed: 12 },
+        text: points.map(({ text }) => `${plain(label)}: <b>${plain(text).replace(" (", "</b> (")}`),
+        hovertemplate: "%{text}<extra></extra>", hoverinfo: faint ? "skip" : undefined, showlegend: Boolean(card.own) });
+      const marked = new Set(spikes?.map(([, update]) => update)), peak = points.reduce((far, point) => (beyond(point.y, range) > beyond(far.y, range) ? point : far), points[0]);
+      for (const point of points) {
+        const isOut = point === peak && beyond(point.y, range) > 0;
+        if (!isOut && !marked.has(point.step)) continue;
+        const isHigh = !range || point.y > (range[0] + range[1]) / 2, isLate = 2 * point[axis] > x[0] + x.at(-1);
+        notes.push({ x: point[axis], y: range ? Math.min(Math.max(point.y, range[0]), range[1]) : point.y, text: `${marked.has(point.step) ? "spike " : ""}${plain(point.text.split(" (")[0])}`,
+          showarrow: true, arrowhead: isOut ? 2 : 6, arrowcolor: ink, ax: isLate ? -34 : 34, ay: isHigh ? 14 : -14, font: { size: 11, color: ink } });
+      }
     }
     const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: soft };
-    const layout = { margin: { l: 44, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font,
+    const layout = { margin: { l: 44, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font, annotations: notes,
       hovermode: "x unified", hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { ...font, color: ink } },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      xaxis: { title: { text: axis === "steps" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6, fixedrange: false },
-      yaxis: { gridcolor: line, zeroline: false, nticks: 5, tickformat: card.percent ? ".1~%" : undefined, automargin: true, range: unlessFlat(traces, card.percent) },
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: card.wide };
+      shapes: card.reference === undefined ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: card.reference, y1: card.reference, line: { color: soft, width: 1.5, dash: "dash" } }],
+      xaxis: { title: { text: axis === "step" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6, range: spanOf(lines.flatMap(({ points }) => points.map((point) => point[axis]))) },
+      yaxis: { gridcolor: line, zeroline: false, automargin: true, range, ...(card.share ? { tickvals: [0, 0.25, 0.5, 0.75, 1], tickformat: ".0%" } : { nticks: 5 }) },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: Boolean(card.own) };
     return plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
   }
 
   tabulate(card, into) {
     const rows = this.lines(card).flatMap(({ label, points }) => points.map((point) => el("tr", {}, el("td", {}, label),
-      el("td", { class: "num" }, String(point.step)), el("td", { class: "num" }, figureOf(point.y, card.percent)), el("td", {}, rangeOf(point, card.percent)))));
-    const head = ["", "update", "value", "interval, n"].map((name) => el("th", { scope: "col" }, name));
+      el("td", { class: "num" }, String(point.step)), el("td", {}, ...emphasised(point.text)))));
+    const head = ["", "update", "value (interval, n)"].map((name) => el("th", { scope: "col" }, name));
     into.replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)));
   }
 }
 
-/** A range around values that hardly differ, which would else look like a storm. */
-function unlessFlat(traces, percent) {
-  const values = traces.flatMap((trace) => trace.y), low = Math.min(...values), high = Math.max(...values), size = Math.max(Math.abs(low), Math.abs(high));
-  if (percent && values.length && size === 0) return [-0.002, 0.1]; // no share goes under 0
-  return values.length && high - low < 0.02 * size ? [low - 0.05 * size, percent ? Math.min(1.002, high + 0.05 * size) : high + 0.05 * size] : undefined;
+/** The whole range of the updates or hours, with some room for marks. */
+function spanOf(values) {
+  const [first, last] = [Math.min(...values), Math.max(...values)], room = 0.03 * (last - first || 1);
+  return values.length ? [first - room, last + room] : undefined;
+}
+
+/** How far a value lies outside of a range. */
+const beyond = (y, range) => (range ? Math.max(range[0] - y, y - range[1]) : 0);
+
+/** A range of the axis that a few outliers do not stretch, and that shows values which hardly differ as such. */
+function rangeOf(lines) {
+  const values = lines.flatMap(({ points }) => points.map((point) => point.y)).sort((a, b) => a - b), at = (share) => values[Math.round(share * (values.length - 1))];
+  const [low, high] = [values[0], values.at(-1)], size = Math.max(Math.abs(low), Math.abs(high)), usual = at(0.95) - at(0.05);
+  if (values.length && high - low < 0.02 * size) return [low - 0.05 * size, high + 0.05 * size];
+  const [least, most] = [Math.max(low, at(0.05) - 2 * usual), Math.min(high, at(0.95) + 2 * usual)];
+  return values.length >= 20 && usual > 0 && (least > low || most < high) ? [least - 0.1 * (most - least), most + 0.1 * (most - least)] : undefined;
 }
 
 let plotlyLoading = null;
@@ -257,79 +243,31 @@ function plotlyLoaded() {
 /** For plotly, which reads a little HTML in its texts. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-function figureOf(value, percent) {
-  if (percent) return `${(100 * value).toFixed(1)} %`;
+/** A text whose value stands before its interval and sample size. */
+function emphasised(text) {
+  const [value, ...rest] = text.split(" (");
+  return [el("b", {}, value), rest.length ? ` (${rest.join(" (")}` : ""];
+}
+
+function figureOf(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en");
   return size && size < 0.001 ? value.toExponential(1) : value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 
-function rangeOf(point, percent) {
-  const parts = [];
-  if (point.low !== null && point.low !== undefined) parts.push(`${figureOf(point.low, percent)} – ${figureOf(point.high, percent)}`);
-  if (point.seeds) parts.push(`${point.seeds} seeds`);
-  if (point.n) parts.push(`n = ${Math.round(point.n).toLocaleString("en")}`);
-  return parts.length ? ` (${parts.join(", ")})` : "";
-}
-
-const latestOf = (point, percent) => [el("b", {}, figureOf(point.y, percent)), rangeOf(point, percent)];
-
-/** A rating holds until it changes, and at last until the end of the run. */
-const held = (rows, last) => (last > rows.at(-1)[0] ? [...rows, [last, ...rows.at(-1).slice(1)]] : rows);
-
 function drawCurves(data) {
-  const curves = new Curves(data), names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
-  const meanings = Object.fromEntries(data.metrics.map((one) => [one.name, one.meaning]));
-  const topic = (wanted) => data.metrics.filter((one) => one.topic === wanted).map((one) => one.name);
-  const metric = (parent, name, title, explain) => {
-    if (!data.runs.some((run) => metricPoints(run, name).length)) return;
-    curves.add(parent, title ?? name, (run) => metricPoints(run, name), { percent: SHARE.test(split(name)[1]), explain: explain ?? meanings[name] });
-  };
+  const curves = new Curves(data), names = Object.keys(data.metrics);
   const group = (title, open) => {
     const grid = el("div", { class: "charts" });
     const whole = el("details", { class: "chart-group", open }, el("summary", {}, title), grid);
     $("charts").append(whole);
     return [grid, whole];
   };
-  const ownName = (name) => name.startsWith("evaluation-") || name.startsWith("collection-");
-
-  const allEnvs = new Set(data.runs.flatMap((run) => [...run.evaluations.map((row) => row.env_id),
-    ...Object.keys(run.series).filter((name) => name.startsWith("collection-")).map((name) => split(name)[0].slice(11))]));
-  const of = (env) => (allEnvs.size > 1 ? `, ${env}` : "");
-  const [learns] = group("Does it play better?", true);
-  const evaluated = new Map();
-  for (const run of data.runs) for (const row of run.evaluations) evaluated.set(JSON.stringify([row.env_id, row.opponent, row.label === "concurrent"]), row.points !== null);
-  for (const [key, isShare] of [...evaluated].sort((a, b) => JSON.parse(a[0])[2] - JSON.parse(b[0])[2])) {
-    const [env, opponent, concurrent] = JSON.parse(key);
-    const against = /^none(,|$)/.test(opponent) ? opponent.slice(4) : ` against ${opponent}`;
-    const what = `${isShare ? "Points" : "Mean reward"}${against}`;
-    curves.add(learns, `${what}${of(env)}${concurrent ? ", while training" : ""}`, (run) => evaluationPoints(run, env, opponent, concurrent),
-      { percent: isShare, explain: concurrent ? "Evaluation games beside the training ones, by checkpoint." : "Evaluation: games that are not trained on." });
-  }
-  const envs = [...new Set(names.filter((name) => name.startsWith("collection-")).map((name) => split(name)[0]))];
-  for (const env of envs) {
-    const title = of(env.slice(11));
-    metric(learns, `${env}/Points`, `Points in training games${title}`, "Against every opponent, itself included: against itself it is a half.");
-    metric(learns, `${env}/reward`, `Reward in training games${title}`, "Of the policy's seats, over the newest 512.");
-  }
-  for (const name of names.filter((name) => /^exploitability(_legal)?\//.test(name)).sort()) {
-    const legal = name.startsWith("exploitability_legal");
-    metric(learns, name, `Exploitability${legal ? " of legal answers" : ""}, ${split(name)[1]}`,
-      `What a best response wins a game, exact, in the game's units${legal ? ", if every answer were legal" : ""}. 0 is an equilibrium.`);
-  }
-  const [healthy] = group("Is it healthy?", true);
-  for (const env of envs) {
-    const title = of(env.slice(11));
-    metric(healthy, `${env}/Ended by own invalid move`, `Lost by an own invalid move${title}`);
-    metric(healthy, `${env}/Format Success Rate - correct_answer_format`, `Answers where they should be${title}`, "Share of turns.");
-    metric(healthy, `${env}/Response Length (token)`, `Tokens of an answer${title}`);
-    metric(healthy, `${env}/Game Length`, `Turns of a game${title}`);
-  }
-  for (const name of topic("health")) metric(healthy, name);
-  const [fast] = group("How fast is it?", false);
-  for (const name of topic("speed")) metric(fast, name);
-  for (const name of names.filter((name) => /^inference\/.*\/tok_s$/.test(name))) metric(fast, name, undefined, "Tokens a second, lately.");
-
+  data.sections.forEach(({ title, charts }, i) => {
+    const [grid] = group(title, i < 2);
+    for (const chart of charts) curves.add(grid, chart);
+    if (!charts.length) grid.append(el("p", { class: "note" }, "Nothing yet: the first values come with the first update and the first evaluation."));
+  });
   const [every, whole] = group(`Every recorded curve (${names.length})`, false);
   const search = el("input", { type: "search", placeholder: "part of a name", oninput: () => show() });
   whole.insertBefore(el("label", {}, "name contains ", search), every);
@@ -337,26 +275,21 @@ function drawCurves(data) {
     curves.cards = curves.cards.filter((figure) => figure.parentNode !== every);
     every.replaceChildren();
     const wanted = names.filter((name) => name.toLowerCase().includes(search.value.toLowerCase())).sort();
-    for (const name of wanted.slice(0, 60)) metric(every, name, undefined, ownName(name) ? "" : undefined);
+    for (const name of wanted.slice(0, 60)) curves.add(every, { name, title: name, share: data.metrics[name] });
     if (wanted.length > 60) every.append(el("p", { class: "note" }, `${wanted.length - 60} more: narrow the name down.`));
   };
   whole.addEventListener("toggle", () => whole.open && !every.children.length && show());
 
   const ladder = el("div", { class: "charts" });
   $("ladder-chart").append(ladder);
-  data.runs.forEach((run, number) => {
-    const mu = run.series["trueskill/current mu"] ?? [], sigma = run.series["trueskill/current sigma"] ?? [];
-    const policy = mu.map((y, i) => y !== null && sigma[i] !== null && { step: run.steps[i], hours: run.hours[i], y, low: y - 2 * sigma[i], high: y + 2 * sigma[i] }).filter(Boolean);
-    const own = [{ label: "current policy", role: roleOf(number), points: policy }];
-    Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: nameOf(uid), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
-      points: held(rows, run.steps.at(-1)).map(([step, y, sd]) => ({ step, hours: hoursAt(run, step), y, low: y - 2 * sd, high: y + 2 * sd })) }));
-    const lines = own.filter((line) => line.points.length);
-    if (lines.length) curves.add(ladder, `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, null, { own: lines, wide: true, explain: "μ ± 2σ." });
-  });
+  for (const run of data.runs) {
+    const own = run.ladder.map((line, role) => ({ label: line.label, role, base: line.label === "base", points: pointsOf(line) }));
+    if (own.length) curves.add(ladder, { title: `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, own, explain: "μ ± 2σ." });
+  }
 
   const legend = () => {
-    const named = curves.byGroup && data.groups.length > 1 ? data.groups : curves.byGroup ? [] : data.runs.map((run) => run.label);
-    $("legend").replaceChildren(...(data.runs.length > 1 ? named : []).map((label, i) => el("span", {}, el("span", { class: "swatch", vars: { "--swatch": `var(--${roleOf(i)})` } }), label)));
+    const named = (curves.byGroup ? data.groups : data.runs).map(({ label }) => label);
+    $("legend").replaceChildren(...(named.length > 1 ? named : []).map((label, i) => el("span", {}, el("span", { class: "mark", vars: { color: `var(--${roleOf(i)})` } }, `${markOf(i)[1]} `), label)));
     $("bands").textContent = curves.byGroup
       ? "Bold: the mean over seeds, with its 95 % t-interval. Faint: each seed."
       : "Bands of shares are 95 % intervals, given n. Curves of training games are means over the newest 512, so neighbouring points share games.";
@@ -368,10 +301,15 @@ function drawCurves(data) {
     curves.redraw();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => curves.redraw());
-  for (const swatch of document.querySelectorAll(".swatch[data-run]")) {
-    const i = Number(swatch.dataset.run);
-    swatch.style.setProperty("--swatch", `var(--${roleOf(i)})`);
+  for (const mark of document.querySelectorAll(".mark[data-run]")) {
+    const i = Number(mark.dataset.run);
+    mark.style.color = `var(--${roleOf(i)})`;
+    mark.textContent = `${markOf(i)[1]} `;
   }
+  $("copy")?.addEventListener("click", async () => {
+    await navigator.clipboard.writeText($("copy").dataset.markdown);
+    $("copy").textContent = "Copied";
+  });
   legend();
 }
 
@@ -731,7 +669,7 @@ class Browser {
       const tint = byWeight && weight < 1 ? "var(--less)" : "var(--unlikely)";
       const say = () => {
         const name = count > 1 ? `Tokens ${from + 1} to ${to}, one character` : `Token ${from + 1}`;
-        told.textContent = `${name}: number ${ids.slice(from, to).join(", ")}, log-probability ${of.map((one) => one.toFixed(3)).join(", ")} (p = ${figureOf(Math.exp(logprob), true)})${weight === null ? "" : `, importance weight ${weight.toFixed(3)}`}`;
+        told.textContent = `${name}: number ${ids.slice(from, to).join(", ")}, log-probability ${of.map((one) => one.toFixed(3)).join(", ")} (p = ${figureOf(Math.exp(logprob))})${weight === null ? "" : `, importance weight ${weight.toFixed(3)}`}`;
         span.parentNode.querySelector(".chosen")?.classList.remove("chosen");
         span.classList.add("chosen");
       };
@@ -765,7 +703,7 @@ function parted({ text, close }) {
 }
 
 const promptOf = (turn, around) => (around.length === 2 ? around.join(turn.obs) : around[0]);
-const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value, false)}`.replace("-", "−");
+const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value)}`.replace("-", "−");
 const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
 // ---------------------------------------------------------------- start

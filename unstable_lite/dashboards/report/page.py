@@ -11,33 +11,29 @@ import datetime
 import gzip
 import hashlib
 import json
-import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
+from unstable_lite.dashboards.report.curves import group_data, run_data, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
-from unstable_lite.tracking.displayed_metrics import METRICS, duration
-from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student
+from unstable_lite.tracking.displayed_metrics import duration, is_share
+from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.intervals import percent
+from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, to_markdown
+from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
-OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
-SHARE = re.compile(
-    r"(Points|Win Rate|Loss Rate|Draw Rate|Format Success Rate.*|Invalid Rate|share|clipped)( \(.*\))?$"
-    r"|^(Draw|Ended by|Truncated|Pct\.)"
-)
-"""Metrics that are shares of games or turns; not the edges of their intervals."""
 MAX_IN_MATRIX = 16
 MAX_PRINTED = 24
 """Most models in a printed ladder."""
@@ -49,27 +45,36 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
     index, pages = _games_data(games)
     groups, read = groups_of(runs), list(zip(runs, games, strict=True))
+    rows = [
+        seeds_rows([run.rows for run in group.runs]) if len(group.runs) > 1 else group.runs[0].rows for group in groups
+    ]
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
+    metrics = dict.fromkeys(name for run in runs for name in run.curves)
     data = {
-        "groups": [group.label for group in groups],
-        "runs": [_run_data(run) for run in runs],
+        "groups": [group_data(group.label, group.runs) for group in groups],
+        "runs": [run_data(run) for run in runs],
+        "sections": sections(runs, rows),
+        "metrics": {name: is_share(name) for name in metrics},
         "games": index,
-        "metrics": [metric._asdict() for metric in METRICS.values()],
-        "student": [None, None, *map(student, range(1, len(runs)))],
     }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"number": "{:.3g}".format, "count": "{:,}".format, "against": against, "name": name_of}
-    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "duration": duration}
+    environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
+    environment.filters |= {"duration": duration, "spikes": spike_texts}
     sources = f"style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} {_hash(plotly_js)}"
     page = environment.get_template("page.html.jinja").render(
         runs=runs,
         games=read,
         groups=groups,
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
-        changes=list(_changes(runs)),
+        tab=_tab(runs, rows),
+        states=[_state(run) for run in runs],
+        results=_results(rows),
+        markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
+        upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
+        has_alarms=any(run.alarms() for run in runs),
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=_evaluation_tables(runs),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
@@ -93,59 +98,6 @@ def _hash(script: str) -> str:
 def _blob(text: str) -> str:
     """Compress for DecompressionStream, in an alphabet without characters that HTML interprets."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _run_data(run: RunData) -> dict[str, Any]:
-    return {
-        "label": run.label,
-        "group": run.group,
-        "steps": run.steps,
-        "hours": run.hours,
-        "series": run.curves,
-        "countOf": {name: _count_of(name) for name in run.curves},
-        "bands": dict(_bands(run)),
-        "evaluations": [
-            {name: value for name, value in row.items() if name not in ("scores", "rewards")}
-            for row in run.lines("eval")
-        ],
-        "ladder": {uid: rows for uid, rows in run.ladder_rows.items() if uid == "base" or uid.startswith("fixed-")},
-        "cap": run.config.get("learner", {}).get("importance_weight_cap"),
-    }
-
-
-def _count_of(name: str) -> str | None:
-    """Return the metric that is the number of entries of a mean."""
-    group, _, metric = name.rpartition("/")
-    if not group.startswith(("collection-", "evaluation-")):
-        return None
-    own, seat = re.match(r"(concurrent )?checkpoint ", metric), re.search(r"\(pid=\d+\)$", metric)
-    if own:
-        return f"{group}/{own[0]}n"
-    if seat:
-        return f"{group}/n {seat[0]}"
-    of = " (turns)" if OF_TURNS.match(metric) else " (answered)" * metric.startswith("Time per Token")
-    return f"{group}/n{of}"
-
-
-def _bands(run: RunData) -> Iterator[tuple[str, list[tuple[float, float] | None]]]:
-    """Yield each metric that is a share of games or turns, with its 95 % interval at each update."""
-    for name, values in run.curves.items():
-        counts = run.curves.get(_count_of(name) or "")
-        if counts is None or not SHARE.search(name.rpartition("/")[2]):
-            continue
-        won = run.curves.get(re.sub("Points$", "Win Rate", name), values)
-        unknown = [None] * len(values)
-        lows, highs = run.curves.get(f"{name} low", unknown), run.curves.get(f"{name} high", unknown)
-        bands: list[tuple[float, float] | None] = []
-        for share, n, win, low, high in zip(values, counts, won, lows, highs, strict=True):
-            if low is not None and high is not None:
-                bands.append((low, high))
-            elif share is None or not n or win is None:
-                bands.append(None)
-            else:
-                wins, draws = round(win * n), round(2 * (share - win) * n)
-                bands.append(points_interval(wins, draws, round(n) - wins - draws))
-        yield name, bands
 
 
 def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[list[Any]]]:
@@ -186,123 +138,55 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
     return index, pages
 
 
-class Pooled(NamedTuple):
-    """Points, or mean reward, of one group's runs at one update, with a 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    games: int
+def _results(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | None]]:
+    """Return a line for each env and opponent, with the row of each group of runs."""
+    found = dict.fromkeys(row.key for of_group in rows for row in of_group)
+    by_key = [{row.key: row for row in of_group} for of_group in rows]
+    return [[of_group.get(key) for of_group in by_key] for key in sorted(found, key=lambda key: key[0])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Change of one group in one env against one opponent.
-
-    It is measured between the first and the last update at which all of its seeds were evaluated.
-    """
-
-    group: int
-    env_id: str
-    opponent: str
-    is_points: bool
-    """Whether the values are points; else they are mean rewards, in single-player envs."""
-    updates: tuple[int, int]
-    first: Pooled
-    last: Pooled
-    difference: tuple[float, float, float]
-    """Difference with its 95 % interval: for one run from pairs of games with the same env seed; for several runs over
-    the seeds."""
-    seeds: int
-
-    @property
-    def verdict(self) -> str:
-        _, low, high = self.difference
-        return "better" if low > 0 else "worse" if high < 0 else "undecided"
+def _upcoming(run: RunData) -> str:
+    """Return which evaluation comes next; "" if none will."""
+    if run.state not in ("running", "paused") or not run.config["run"].get("eval_games"):
+        return ""
+    if not run.rows:
+        return "No evaluation has ended yet. The first one is of the model before training."
+    update, every = run.steps[-1] if run.steps else 0, run.config["run"].get("eval_every") or run.learning_steps
+    return f"The next evaluation begins after update {min(update // every * every + every, run.learning_steps)}."
 
 
-def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
-    """Yield a change for each group, env and opponent with evaluations at two updates that all of its seeds share."""
-    found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = defaultdict(list)
-    for run in runs:
-        of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-        for row in run.evaluations():
-            if row["n"]:
-                of_run[run.group, row["env_id"], row["opponent"]][row["step"]] = row
-        for key, by_update in of_run.items():
-            if len(by_update) > 1:
-                found[key].append(by_update)
-    for (group, env_id, opponent), seeds in sorted(found.items(), key=lambda item: item[0]):
-        shared = set(seeds[0]).intersection(*seeds)
-        if len(shared) > 1:
-            updates = min(shared), max(shared)
-            firsts, lasts = ([rows[update] for rows in seeds] for update in updates)
-            yield Change(
-                group=group,
-                env_id=env_id,
-                opponent=opponent,
-                is_points=firsts[0]["points"] is not None,
-                updates=updates,
-                first=_pooled(firsts),
-                last=_pooled(lasts),
-                difference=_difference(firsts, lasts),
-                seeds=len(seeds),
-            )
+def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[ResultRow, list[tuple[str, Evaluation]]]]:
+    """Return, for each env and opponent, a row of the first run and the evaluations of all."""
+    lines = ([row for row in line if row] for line in _results([run.rows for run in runs]))
+    of = {id(row): run.label for run in runs for row in run.rows}
+    return [(line[0], [(of[id(row)], one) for row in line for one in row.evaluations]) for line in lines]
 
 
-def _pooled(rows: Sequence[dict[str, Any]]) -> Pooled:
-    """Pool one evaluation of each run, whose results count alike; the interval of several runs is over their means."""
-    name, games = _value_name(rows), sum(row["n"] for row in rows)
-    means = [row[name] for row in rows]
-    if len(rows) > 1:
-        low, high = mean_interval(fmean(means), stdev(means), len(means))
-        if name == "points":
-            low, high = max(low, 0.0), min(high, 1.0)
-    else:  # a single game has no interval
-        low, high = (-math.inf, math.inf) if None in rows[0]["interval"] else rows[0]["interval"]
-    return Pooled(fmean(means), low, high, games)
+def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
+    """Return the title of the browser's tab: run, state, headline."""
+    results = [f"{row.newest.value_text}{against(row.opponent)}" for of_group in rows for row in of_group[:1]]
+    name = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    return ", ".join([f"{name}: {' and '.join(dict.fromkeys(run.state for run in runs))}", *results[: len(runs) == 1]])
 
 
-def _value_name(rows: Sequence[dict[str, Any]]) -> str:
-    return "mean_reward" if rows[0]["points"] is None else "points"
-
-
-def _difference(firsts: Sequence[dict[str, Any]], lasts: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Return the difference with its interval.
-
-    Of one run that is the interval of the pairs of games with the same env seed, or without pairs Newcombe's (1998)
-    hybrid of the two intervals. Of several runs it is over the seeds' gains.
-    """
-    first, last, name = _pooled(firsts), _pooled(lasts), _value_name(firsts)
-    gain, most = last.value - first.value, 1.0 if name == "points" else math.inf
-    if len(firsts) > 1:
-        gains = [after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)]
-        low, high = mean_interval(gain, stdev(gains), len(gains))
-    elif pairs := paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ())):
-        gain, low, high = pairs.mean, pairs.low, pairs.high
-    else:
-        low = gain - math.hypot(last.value - last.low, first.high - first.value)
-        high = gain + math.hypot(last.high - last.value, first.value - first.low)
-    return gain, max(low, -most), min(high, most)
-
-
-def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:
-    """Return, for each env and opponent, a row for each evaluated checkpoint of each run."""
-    tables: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for run in runs:
-        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
-            tables[row["env_id"], row["opponent"]].append(row | {"run": run.label})
-    return sorted(tables.items(), key=lambda item: item[0])
+def _state(run: RunData) -> str:
+    """Return the state, the update, and when the run wrote last."""
+    is_alive, update = run.state in ("running", "paused"), run.steps[-1] if run.steps else 0
+    text = f"{run.state}{',' if is_alive else ' at'} update {update} of {run.learning_steps}"
+    if (written := run.live.get("time")) is None:
+        return text
+    when, now = (datetime.datetime.fromtimestamp(at).astimezone() for at in (written, time.time()))
+    return f"{text}, written {when:{'%H:%M' if when.date() == now.date() else '%Y-%m-%d %H:%M'}}"
 
 
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
-    """Return the newest rating of each model that met another, best first, with its bar as shares of the widest.
+    """Return the newest rating of each model that met another, highest lower bound first.
 
-    Outcomes of games against other models are counted in the games that were read. `matters`: whether a printed page
-    shows the model.
+    Bars are shares of the widest. Games against other models are those that were read. `matters`: whether a printed
+    page shows the model.
     """
     ladder, met = run.league().ladder, run.league().results.games
-    rated = [standing for standing in ladder if met[standing.uid]]
+    rated = sorted((one for one in ladder if met[one.uid]), key=lambda one: 2 * one.sigma - one.mu)
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
     strongest, matters = find_strongest(rated, met), choose(ladder, met, MAX_PRINTED)
