@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from typer.testing import CliRunner
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
 from fakes.game_records import make_generation, make_record, make_spec
 from fakes.odd_tokenizers import make_odd_tokenizer
+from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
+from unstable_lite.dashboards.report.curves import evaluation_charts, metric_points
 from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
-from unstable_lite.dashboards.report.page import Change, _bands, _changes, _count_of
 from unstable_lite.dashboards.run_directory import RunData
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
@@ -35,7 +38,7 @@ from unstable_lite.models import BUILTIN
 from unstable_lite.models.local_tokenizer import CUT
 from unstable_lite.rollout.back_pressure import CountsByLength
 from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
-from unstable_lite.tracking.intervals import points_interval, student, wilson_interval
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tracker import Tracker
@@ -293,7 +296,7 @@ def test_report_opens_offline_and_draws_its_curves(page: Page) -> None:
     entropy.scroll_into_view_if_needed()
     expect(entropy.locator("svg.main-svg").first).to_be_visible()
     won = page.locator("figure", has_text="Points against scripted:random").first
-    expect(won.locator(".latest")).to_have_text("90.0 % (82.4 % – 94.5 %, n = 100)")
+    expect(won.locator(".latest")).to_have_text("90.0 % (82.4–94.5, n = 100)")
     won.get_by_text("Values").click()
     expect(won.locator("tbody tr")).to_have_count(2)
 
@@ -326,21 +329,29 @@ def test_printed_page_shows_charts_that_were_not_drawn_yet(one_run: Path, open_p
 
 @pytest.mark.browser
 def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
-    tile = page.locator(".tile")
-    expect(tile).to_contain_text("Points against scripted:random")
-    expect(tile.locator(".before")).to_have_text("50.0 %")
-    expect(tile.locator(".after")).to_have_text("90.0 %")
-    expect(tile).to_contain_text("+40.0 points (+27.6 to +50.8)")
-    expect(tile).to_contain_text("Better, and by more than chance explains.")
-    expect(page.locator(".alarms li")).to_have_text("update 3: engine and learner disagree by 0.3")
+    result, while_training = page.locator("#results tbody tr").all()
+    assert result.locator("th, td:not(.shown)").all_inner_texts() == [
+        "random\n50.0 % before training",
+        "50.0 %\n40.2–59.8, n = 100",
+        "90.0 %\n82.4–94.5, n = 100",
+        "+40.0\n+27.6 to +50.8",
+        "✓ better than before",
+    ]
+    expect(while_training).to_contain_text("random, while training")
+    expect(page.locator(".alarms li")).to_have_text("⚠ Alarm, update 3: engine and learner disagree by 0.3")
+    assert page.title() == "12-00-00-mine: killed, 90.0 % against scripted:random"
     expect(page.locator("#setup")).to_contain_text("abc123")
     expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")
     expect(page.locator("#ladder-chart figure")).to_have_count(1)
-    row = page.get_by_role("region", name="Ladder of seed 0").locator("tbody tr").first
+    row = page.get_by_role("region", name="Ladder of 12-00-00-mine").locator("tbody tr").first
     expect(row).to_contain_text("ckpt-3")
-    last = page.get_by_role("region", name="Ladder of seed 0").locator("tr", has_text="scripted:random").locator("td")
-    assert last.all_inner_texts()[-4:] == ["3", "2", "0", "4"]
-    matrix = page.get_by_role("region", name="Match matrix of seed 0")
+    last = (
+        page.get_by_role("region", name="Ladder of 12-00-00-mine")
+        .locator("tr", has_text="scripted:random")
+        .locator("td")
+    )
+    assert last.all_inner_texts()[-4:] == ["6", "2", "0", "4"]
+    matrix = page.get_by_role("region", name="Match matrix of 12-00-00-mine")
     assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
     cells = {
         row: matrix.locator("tr", has=page.locator("th[scope=row]", has_text=row)).locator("td").first for row in MET
@@ -414,10 +425,10 @@ def test_presets_and_search_find_games_and_an_empty_list_says_why(page: Page) ->
     assert len(numbers(page)) == 10
 
 
-@pytest.mark.browser
-def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) -> None:
+def test_each_share_has_the_interval_of_its_own_game_count() -> None:
     group = "evaluation-E (o)"
-    series = {
+    run = RunData.__new__(RunData)
+    run.curves = {
         f"{group}/n": [512.0],
         f"{group}/Win Rate": [0.5],
         f"{group}/checkpoint n": [50.0],
@@ -429,24 +440,18 @@ def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) ->
         f"{group}/n (turns)": [100.0],
         f"{group}/concurrent checkpoint n": [20.0],
         f"{group}/concurrent checkpoint Invalid Rate": [0.1],
+        "learner/entropy": [0.123456],
     }
-    run = RunData.__new__(RunData)
-    run.curves = series
-    counts, bands = {name: _count_of(name) for name in series}, dict(_bands(run))
-    data = {"steps": [1], "hours": [0.0], "series": series, "countOf": counts, "bands": bands}
-    points = shared_page.evaluate(
-        "([run, names]) => Object.fromEntries(names.map((name) => [name, metricPoints(run, name)[0]]))",
-        [data, [name for name in series if not name.endswith("n")]],
-    )
-    of = {name.removeprefix(f"{group}/"): point for name, point in points.items()}
+    of = {name.removeprefix(f"{group}/"): metric_points(run, name)[0] for name in run.curves}
     for name, n in (("Win Rate", 512), ("concurrent checkpoint Invalid Rate", 20)):
-        point, count = of[name], round(of[name]["y"] * n)
-        assert point["n"] == n
-        assert [point["low"], point["high"]] == pytest.approx(points_interval(count, 0, n - count))
-    assert [of["checkpoint Win Rate"][edge] for edge in ("low", "high", "n")] == [0.366, 0.634, 50]
-    assert of["Format Success Rate - invalid_move"]["low"] == pytest.approx(points_interval(50, 0, 50)[0])
-    assert [of["Points"][edge] for edge in ("low", "high")] == pytest.approx(points_interval(256, 128, 128))
-    assert of["checkpoint Win Rate low"]["low"] is None
+        count = round(of[name].y * n)
+        assert of[name].band == points_interval(count, 0, n - count)
+        assert of[name].text.endswith(f", n = {n})")
+    assert of["checkpoint Win Rate"] == (0.5, (0.366, 0.634), "50.0 % (36.6–63.4, n = 50)")
+    assert of["Format Success Rate - invalid_move"].band == points_interval(50, 0, 50)
+    assert of["Points"].band == points_interval(256, 128, 128)
+    assert of["checkpoint Win Rate low"] == (0.366, None, "36.6 % (n = 50)")
+    assert of["learner/entropy"].text == "0.123"
 
 
 @pytest.mark.browser
@@ -531,7 +536,7 @@ def test_coloured_tokens_are_the_sampled_ones(page: Page) -> None:
     assert strengths[0] < strengths[-1]
     tokens.first.click()
     expect(page.locator(".tokbar [role=status]")).to_have_text(
-        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %), importance weight 1.000"
+        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 0.905), importance weight 1.000"
     )
     page.locator(".sampled").focus()
     page.keyboard.press("ArrowRight")
@@ -620,7 +625,7 @@ def test_model_text_stays_text(tmp_path: Path, open_page: OpenReport) -> None:
     expect(page.locator("#ladder-chart svg.main-svg").first).to_be_visible()
     assert page.evaluate("window.hacked") is None
     assert page.evaluate(elements) == before
-    expect(page.locator(".alarms li").nth(3)).to_have_text("update 3: {{ 7 * 7 }}{% raw %}{{ self.__init__ }}")
+    expect(page.locator(".alarms li").nth(3)).to_have_text("⚠ Alarm, update 3: {{ 7 * 7 }}{% raw %}{{ self.__init__ }}")
 
 
 @pytest.mark.nightly
@@ -710,17 +715,19 @@ def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page
     ]
     other = write_run(tmp_path / "12-00-05-b", config={"learner": {"learning_rate": 0.5}, "run": {"learning_steps": 3}})
     page = open_page(write_report([seeds[0], other, seeds[1]], tmp_path / "report.html").path)
-    tiles = page.locator(".tile")
-    expect(tiles).to_have_count(2)
-    expect(tiles.first).to_contain_text("learning_rate 1e-05")
-    expect(tiles.first.locator(".after")).to_have_text("85.0 %")
-    expect(tiles.first).to_contain_text("21.5 % – 100.0 %, n = 200, over 2 seeds")
+    result = page.locator("#results tbody tr").first
+    assert page.locator("#results thead th").all_inner_texts() == ["against", "config A, 2 seeds", "12-00-05-b"]
+    seeded, alone = result.locator("td").all()
+    expect(seeded).to_contain_text("50.0 % → 85.0 %21.5–100.0, n = 200, 2 seeds")
+    expect(alone).to_contain_text("50.0 % → 90.0 %")
+    expect(alone).to_contain_text("+5.0 (-11.8 to +68.7) to the first")
     won = page.locator("figure", has_text="Points against scripted:random").first
     won.get_by_text("Values").click()
-    expect(won.locator("tbody")).to_contain_text("85.0 % (21.5 % – 100.0 %, 2 seeds)")
+    expect(won.locator("tbody")).to_contain_text("85.0 % (21.5–100.0, n = 200, 2 seeds)")
     page.get_by_label("show").select_option("runs")
-    expect(page.locator("#legend span:not(.swatch)")).to_have_count(3)
-    expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
+    marks = page.locator("#legend .mark").all_inner_texts()
+    assert len(set(marks)) == 3
+    expect(page.get_by_role("region", name="Differences")).to_contain_text("learner.learning_rate")
     page.locator("#filters [name=run]").select_option("2")
     expect(page.locator("#count")).to_have_text("10 of 30 games, newest first")
 
@@ -731,7 +738,7 @@ def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenRep
     for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "league.jsonl", "alarms.jsonl"):
         (run / name).unlink()
     page = open_page(write_report([run], tmp_path / "report.html").path)
-    expect(page.locator("#summary")).to_contain_text(re.compile("No .*evaluated"))
+    expect(page.locator("#summary")).to_contain_text("No evaluation was recorded")
     expect(page.locator("#game")).to_contain_text("no games")
     expect(page.locator("#games")).to_contain_text("No game has ended yet.")
 
@@ -778,77 +785,43 @@ def test_late_evaluation_is_placed_at_its_own_update(tmp_path: Path) -> None:
     data = RunData(run)
     assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
     assert data.curves["evaluation/of 1"] == [None, 0.5, None]
-    (change,) = _changes([data])
-    assert (change.first.value, change.last.value, change.updates) == (0.5, 0.9, (0, 20))
+    (row,) = data.rows
+    assert [(one.step, one.value) for one in row.evaluations] == [(0, 0.5), (10, 0.4), (20, 0.9)]
 
 
-def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is_share: bool = True) -> RunData:
-    """Return a run as the report reads it.
-
-    evaluations: pairs of an update and the share of games won then, or, with `is_share` false, of games with a reward
-        of 1 instead of 0 in an env of one player.
-    """
-    run = write_run(directory, [])
-    (run / "eval.jsonl").unlink()
-    tracker = Tracker(run, [], TrackerConfig())
-    for update, share in evaluations:
-        tally = Tally()
-        for number in range(n):
-            is_won = number < share * n
-            tally.add(("win" if is_won else "loss") if is_share else "na", float(is_won), own_invalid=False)
-        tracker.add_evaluation(tally.evaluation("x", f"ckpt-{update}", update, NIM, "scripted:random"))
-    tracker.close()
-    return RunData(run)
+def test_charts_of_evaluations_are_in_the_order_of_the_config(tmp_path: Path) -> None:
+    envs = [{"env_id": NIM, "num_players": 2, "fixed_opponent": name} for name in ("scripted:optimal", "base")]
+    run = write_run(tmp_path / "run", [], {"eval_envs": envs})
+    (line,) = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()][:1]
+    names = ("base", "scripted:optimal")
+    write_lines(
+        run / "eval.jsonl",
+        *(line | {"opponent": name, "label": label} for name in names for label in ("concurrent", "before")),
+    )
+    data = RunData(run)
+    charts = evaluation_charts([data], [data.rows])
+    titles = [f"Points against {name} in {NIM}" for name in reversed(names)]
+    assert [chart["title"] for chart in charts] == [*titles, *(f"{title}, while training" for title in titles)]
+    assert charts[0]["runs"][0]["text"] == ["50.0 % (40.2–59.8, n = 100)"]
 
 
-def test_seeds_are_compared_at_the_last_update_they_all_reached(tmp_path: Path) -> None:
-    whole = evaluated(tmp_path / "whole", (0, 0.4), (20, 0.5), (200, 0.9))
-    killed = evaluated(tmp_path / "killed", (0, 0.4), (20, 0.6))
-    (change,) = _changes([whole, killed])
-    assert (change.updates, change.first[::3], change.last[::3]) == ((0, 20), (0.4, 800), (0.55, 800))
-    (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
-    assert (change.updates, change.last.value, change.seeds) == ((0, 200), 0.9, 1)  # the other has no final result
-    assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
+def test_state_of_the_run_is_in_the_first_screen(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mine")
+    (run / "lock").touch()
 
+    def first_screen() -> str:
+        text = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+        return re.sub(r"<[^>]*>", "", text[text.index("<title>") : text.index('<section id="curves"')])
 
-@pytest.mark.parametrize("is_share", [True, False], ids=["won", "reward"])
-def test_spread_between_seeds_counts_as_chance(tmp_path: Path, is_share: bool) -> None:
-    def change(*ends: float) -> Change:
-        directory = tmp_path / str(ends)
-        runs = [evaluated(directory / str(k), (0, 0.3), (20, end), is_share=is_share) for k, end in enumerate(ends)]
-        (one,) = _changes(runs)
-        return one
-
-    apart = change(0.3, 0.5, 0.9)  # 400 games each: pooled, they would be conclusive
-    assert (apart.seeds, apart.verdict) == (3, "undecided")
-    cut = 1.0 if is_share else math.inf
-    half = student(2) * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
-    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, min(0.8 / 3 + half, cut)))
-    alike = change(0.50, 0.51, 0.52)
-    alone = change(0.5)
-    assert (alike.verdict, alone.verdict) == ("better", "better")
-
-
-def test_identical_rewards_are_proof_only_in_large_numbers(tmp_path: Path) -> None:
-    for n, verdict in ((3, "undecided"), (400, "better")):
-        (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
-        rare = wilson_interval(0, n, student(n - 1))[1]
-        assert change.first[1:3] == pytest.approx((-rare, rare))
-        assert change.last[1:3] == pytest.approx((1 - 2 * rare, 1))
-        assert change.verdict == verdict
-
-
-def test_tile_states_its_number_of_seeds_and_its_first_update(tmp_path: Path) -> None:
-    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9 + seed / 50)).directory for seed in range(3)]
-    for among, words in ((runs[:1], "One seed"), (runs, "3 seeds")):
-        text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
-        (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)
-        assert verdict.startswith("Better")
-        assert words in verdict
-    for first, words in ((0, "before training"), (20, "at update 20")):
-        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
-        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
-        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [words, "at update 200"]
+    (run / "live.json").write_text(json.dumps({"pid": 1, "time": time.time(), "has_ended": True, "learning_steps": 9}))
+    assert "ended at update 3 of 9, written" in first_screen()
+    lock = try_lock(run)
+    assert lock is not None
+    text = first_screen()
+    os.close(lock)
+    assert re.search(r"running, update 3 of 9, written \d\d:\d\d", text)
+    assert "12-00-00-mine: running, 90.0 % against scripted:random" in text
+    assert "No alarm was raised" in text
 
 
 def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:

@@ -98,10 +98,9 @@ class Curves {
     const plot = el("div", { class: "plot", role: "img" });
     const latest = el("span", { class: "latest" });
     const values = el("div", { class: "values", tabindex: "0" });
-    const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values"), values);
+    const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values", chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name ?? "")), values);
     const figure = el("figure", { class: chart.own ? "chart wide" : "chart" },
-      el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details,
-      chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name ?? ""));
+      el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details);
     const card = { ...chart, plot };
     figure.card = card;
     this.cards.push(figure);
