@@ -79,11 +79,7 @@ class _Tail:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.split(b"\n")[:-1]:
-            record = parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}")
-            if self._path.name == "eval.jsonl":  # runs of before recorded another interval
-                edges = Evaluation.from_json(record).interval
-                record["interval"] = [edge if math.isfinite(edge) else None for edge in edges]
-            self.lines.append(record)
+            self.lines.append(parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}"))
 
 
 class RunDirectory:
@@ -176,11 +172,6 @@ class RunDirectory:
         known = none | {name.removeprefix("run/"): value for name, value in self.latest().items()} | self.live
         games, eval_games, void_games = (int(known[name]) for name in ("games", "eval_games", "void_games"))
         return Totals(games, eval_games, void_games, known["seconds"])
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations with a quota by update; they overlap and end in any order."""
-        with_quota = [line for line in self.lines("eval") if line["label"] != "concurrent"]
-        return sorted(with_quota, key=lambda line: line["step"])
 
     def results(self) -> list[ResultRow]:
         """Return the result rows, opponents in the order of the run's config."""

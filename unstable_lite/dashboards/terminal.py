@@ -28,7 +28,6 @@ from rich.text import Text
 from unstable_lite.config.games import against
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
 
 PLAIN_LINE_EVERY_S = 5.0
@@ -257,7 +256,7 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
                 one.interval_text,
                 *[f"{one.wins}", f"{one.draws}"] * bool(wins),
                 one.own_invalid,
-                *[percent(one.optimal_share) if one.choices else "–"] * has_choices,
+                *[one.optimal_text] * has_choices,
             )
         if row.change is not None:
             table.caption = f"change {row.change_text()} (95 %: {row.change_interval_text}): {row.verdict_text}"

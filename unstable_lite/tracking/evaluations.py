@@ -139,7 +139,7 @@ class Evaluation:
 
     @property
     def optimal_text(self) -> str:
-        return percent(self.optimal_share, 0) if self.choices else "–"
+        return percent(self.optimal_share) if self.choices else "–"
 
     @property
     def own_invalid(self) -> str:

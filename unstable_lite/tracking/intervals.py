@@ -133,10 +133,6 @@ def percent_range(low: float, high: float) -> str:
     return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
-def percent_range(low: float, high: float) -> str:
-    return f"{100 * low:.1f}–{100 * high:.1f}"
-
-
 @lru_cache(maxsize=10_000)
 def student(freedom: int, level: float = 0.95) -> float:
     """Return Student's two-sided quantile.

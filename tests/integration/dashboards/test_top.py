@@ -227,7 +227,7 @@ def test_league_alarms_and_evaluations_are_read_and_only_changed_models_logged(d
     assert [row.uid for row in view.league().ladder if row.is_current] == ["ckpt-12"]
     assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
     assert [line["learner/loss"] for line in view.updates()][:3] == [-0.01, -0.02, -0.03]
-    assert [line["step"] for line in view.evaluations()] == [0, 12]
+    assert [one.step for row in view.results() for one in row.evaluations if not row.is_concurrent] == [0, 12]
     last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
     assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
     assert last["matches"] == [["base", "ckpt-12", 12, 0, 0, 12]]
