@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 import tty
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -161,7 +162,7 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
     room = min(width - line.cell_len - 4 - len("  ".join(shown)), WIDEST_BAR)
     full = round(min(made / planned, 1) * room)
     line.append("  ".join(["", "█" * full + "░" * (room - full), *shown] if room >= LEAST_BAR else ["", *shown]))
-    return [Text.assemble((view.directory.name, "bold"), "  ", (about, "dim")), line]
+    return [Text.assemble((view.directory.resolve().name, "bold"), "  ", (about, "dim")), line]
 
 
 def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
@@ -233,7 +234,7 @@ def _next_evaluation(view: RunDirectory) -> str:
     if not view.config.get("eval_envs") or not (run.get("eval_games") or run.get("num_eval_workers", 16)):
         return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
     if not view.is_running:
-        return "the run stopped before another evaluation"
+        return f"the run stopped before {'another' if view.lines('eval') else 'an'} evaluation ended"
     every = run.get("eval_every") or view.learning_steps
     following = min(every * (made // every + 1), view.learning_steps)
     first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
@@ -242,48 +243,43 @@ def _next_evaluation(view: RunDirectory) -> str:
 
 def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     """Return alarms and spikes, each in at most `most` rows, games that ended early, and a row for each metric."""
-    alarms, spikes, latest = view.alarms()[::-1], find_spikes(view.updates()), view.latest()
-    ended = sorted((-count, name) for name, count in latest.items() if name.startswith("ended/") and count)
-    early = [f"{-count:,.0f} {name.removeprefix('ended/').rpartition('/')[2]}" for count, name in ended]
-    cells = _num_cells(width)
+    alarms, spikes, early = view.alarms()[::-1], find_spikes(view.updates()), Counter[str]()
+    for name, count in view.latest().items():
+        if name.startswith("ended/"):
+            early[name.partition(")/")[2]] += int(count)
+    ended = ", ".join(f"{count:,} {reason}" for reason, count in early.most_common())
+    cells = width - LABEL - 3 * (NUMBER + 2) - 2
     heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {'whole run, in means'[:cells]:<{cells}}  greatest"
     lines = [Text.assemble(("health".ljust(LABEL), "bold"), "  ", (heads, "dim"))]
     for label, texts, order in (("alarms", alarms, "newest"), ("spikes", [one.text for one in spikes], "largest")):
         text = f"{len(texts)}, {order}: {texts[0]}" if texts else "none"
         lines += labelled(label, text, LABEL, width, most, "red" if texts else "")
-    lines += labelled("games ended early", ", ".join(early) or "none", LABEL, width, 1)
+    lines += labelled("games ended early", ended or "none", LABEL, width, 1)
     if not view.updates():
         return [*lines, *labelled("metrics", "none yet; they come with the first update", LABEL, width, 1)]
-    lines += _metric_lines(view, HEALTH, spikes, width)
+    lines += _metric_lines(view, HEALTH, spikes, cells)
     for env in view.config["train_envs"]:
-        shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, width)
+        shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells)
         lines += [Text(f"training games of {env['env_id']}", style="dim"), *shown] if shown else []
-    return lines + _metric_lines(view, SPEED, spikes, width)
+    return lines + _metric_lines(view, SPEED, spikes, cells)
 
 
-def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], width: int) -> list[Text]:
-    """Return a row for each metric that has values."""
+def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], cells: int) -> list[Text]:
+    """Return a row for each metric that has values, with a sparkline of at most `cells` cells."""
     lines, marked = [], {(spike.metric, spike.update) for spike in spikes}
     for metric in metrics:
         updates = [line for line in view.updates() if metric.n is None or line.get(metric.n)]
         known = [(line["step"], line[metric.name]) for line in updates if line.get(metric.name) is not None]
         if not known:
             continue
-        places = [place for place, (update, _) in enumerate(known) if (metric.name, update) in marked]
-        values = [value for _, value in known]
-        bars, *ends = sparkline(values, _num_cells(width), is_share(metric.name), {*places})
-        newest, low, high = (
-            percent(value) if is_share(metric.name) else format(value, metric.form) for value in (known[-1][1], *ends)
-        )
+        places = {place for place, (update, _) in enumerate(known) if (metric.name, update) in marked}
+        bars, *ends = sparkline([value for _, value in known], cells, is_share(metric.name), places)
+        text = percent if is_share(metric.name) else f"{{:{metric.form}}}".format
+        newest, low, high = map(text, (known[-1][1], *ends))
         line = Text(f"{metric.label:<{LABEL}}  {newest:>{NUMBER}}  ").append(f"{low:>{NUMBER}}  ", style="dim")
         line.append(bars, style="dim").highlight_words([SPIKE], "not dim red")
         lines.append(line.append(f"  {high}", style="dim"))
     return lines
-
-
-def _num_cells(width: int) -> int:
-    """Return the number of cells of a metric's sparkline."""
-    return width - LABEL - 3 * (NUMBER + 2) - 2
 
 
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:

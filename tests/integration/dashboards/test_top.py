@@ -113,6 +113,18 @@ def test_time_left_and_results_are_whole_in_the_smallest_terminal(directory: Pat
     assert sum(line.startswith("▲") for line in lines) == 1
 
 
+def test_games_that_ended_early_are_counted_by_reason(directory: Path) -> None:
+    path = directory / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    ended = {
+        "ended/Nim-v0-train (vendor/model)/context_full": 3.0,
+        "ended/TicTacToe-v0-train (mirror)/context_full": 4.0,
+        "ended/Nim-v0-train (mirror)/vendor/model does not answer": 1.0,
+    }
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | ended)]) + "\n")
+    assert "games ended early   7 context_full, 1 vendor/model does not answer" in shown(directory)
+
+
 def test_worker_in_trouble_is_shown_first_and_the_others_are_counted(directory: Path) -> None:
     engine, learner = json.loads((directory / "live.json").read_text())["workers"]
     many = [engine | {"name": f"engine-{number}", "pid": None} for number in range(30)]
