@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench.plot import COLOURS, MARKS, STYLE, Chart, to_svg
-from tests.fakes.contrast import contrast, mixed, of_hex
+from fakes.contrast import contrast, mixed, of_hex
 
 PAPERS = re.findall(r"\.paper{fill:(#\w+)}", STYLE.replace("#fff}", "#ffffff}"))
 

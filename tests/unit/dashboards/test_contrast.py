@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.contrast import Colour, contrast, mixed, of_hex
+from fakes.contrast import Colour, contrast, mixed, of_hex
 from unstable_lite.dashboards import report
 
 CSS = (Path(report.__file__).parent / "page.css").read_text("utf-8")

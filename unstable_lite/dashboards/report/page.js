@@ -305,10 +305,6 @@ function drawCurves(data) {
     mark.style.color = `var(--${roleOf(i)})`;
     mark.textContent = `${markOf(i)[1]} `;
   }
-  $("copy")?.addEventListener("click", async () => {
-    await navigator.clipboard.writeText($("copy").dataset.markdown);
-    $("copy").textContent = "Copied";
-  });
   legend();
 }
 
@@ -472,7 +468,7 @@ class Browser {
   none() {
     const set = [...this.form.elements].filter((field) => field.name && field.value);
     const told = set.map((field) => `${field.labels[0].firstChild.textContent.trim()} “${field.selectedOptions?.[0].textContent ?? field.value}”`);
-    return el("li", { class: "note" }, told.length ? `No kept game has ${told.join(" and ")}.` : "The run kept no games.",
+    return el("li", { class: "note" }, el("p", {}, told.length ? `No kept game has ${told.join(" and ")}.` : "The run kept no games."),
       told.length ? el("button", { type: "button", onclick: () => this.preset("newest") }, "Show all games") : "");
   }
 
@@ -718,9 +714,9 @@ function watchBoxes() {
 }
 
 /** Copies the text of a button; a browser that does not allow this shows the text instead. */
-const copy = ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.text).then(
+const copy = ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.markdown).then(
   () => { button.textContent = "Copied"; },
-  () => button.replaceWith(el("textarea", { rows: 6, cols: 60, readonly: true, "aria-label": "Results as Markdown" }, button.dataset.text)));
+  () => button.replaceWith(el("textarea", { rows: 6, cols: 60, readonly: true, "aria-label": "Results as Markdown" }, button.dataset.markdown)));
 
 async function start() {
   setTheme("auto");
