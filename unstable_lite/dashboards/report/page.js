@@ -703,14 +703,11 @@ const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
 // ---------------------------------------------------------------- start
 
-/** Marks each box with a table that goes on to the right. */
-function watchBoxes() {
-  const mark = (box) => box.toggleAttribute("data-more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
-  const observer = new ResizeObserver((entries) => entries.forEach((entry) => mark(entry.target)));
-  for (const box of document.querySelectorAll(".scroll")) {
-    box.addEventListener("scroll", () => mark(box));
-    observer.observe(box);
-  }
+// A box with a table that goes on to the right is marked.
+for (const box of document.querySelectorAll(".scroll")) {
+  const mark = () => box.toggleAttribute("data-more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  box.addEventListener("scroll", mark);
+  new ResizeObserver(mark).observe(box);
 }
 
 /** Copies the text of a button; a browser that does not allow this shows the text instead. */
@@ -720,7 +717,6 @@ const copy = ({ currentTarget: button }) => navigator.clipboard.writeText(button
 
 async function start() {
   setTheme("auto");
-  watchBoxes();
   $("copy")?.addEventListener("click", copy);
   if (!("DecompressionStream" in window)) {
     $("charts").append(el("p", { class: "note" }, "This browser is too old for the curves and the games; any of 2024 or later will do."));
