@@ -15,7 +15,7 @@ WINDOW = 50
 """Number of updates before, whose median is the usual value."""
 FIRST = 20
 """First value of a metric that can be a spike, usually that of update 20."""
-TIMES = 10
+TIMES = 15
 """Multiple of the usual value above which a value is a spike. That is also further than 8 median absolute deviations
 from it, because half of all sizes are within one median of the median."""
 _KL = ("learner/kl_to_base", "learner/kl_to_initial", "learner/kl_to_average")

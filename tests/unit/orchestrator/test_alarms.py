@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -199,6 +200,25 @@ def test_unchanging_policy_does_not_collapse() -> None:
         evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
         false_alarms += any(gap > 0 for gap in gaps(Contest(), evaluations))
     assert false_alarms <= 2
+
+
+@pytest.mark.parametrize("runs", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike: float, runs: int) -> None:
+    """Both games of a deal have the same result with probability `alike`, else each its own; docs/collapse.md."""
+    chance, false_alarms = random.Random(7), 0
+    for _ in range(runs):
+        is_false_alarm = False
+        for share in (0.9, 0.05, 0.95, 0.88):
+            contest = Contest()
+            for update in range(20):
+                first = [chance.random() < share for _ in range(200)]
+                second = [won if chance.random() < alike else chance.random() < share for won in first]
+                deals = tuple((float(one), float(other)) for one, other in zip(first, second, strict=True))
+                result = Result(who="", update=update, mean=fmean(map(fmean, deals)), n=400, deals=deals)
+                is_false_alarm |= any(reading.value > 0 for reading in contest.add("collapse", "S", result))
+        false_alarms += is_false_alarm
+    assert false_alarms <= 0.05 * runs
 
 
 def test_alarm_thresholds_must_be_finite() -> None:

@@ -33,22 +33,22 @@ def test_spike_has_its_update_its_value_and_the_usual_one() -> None:
     assert spike.text == f"update 88: KL to base 2.9, {2.9 / spike.usual:.0f} times the usual {spike.usual:.3g}"
 
 
-@pytest.mark.parametrize("times", [9, 11])
-def test_spike_is_more_than_ten_times_the_usual_value(times: int) -> None:
-    assert len(find_spikes(updates(KL, lambda step: times * 0.06 if step == 88 else 0.06))) == (times == 11)
+@pytest.mark.parametrize("times", [14, 16])
+def test_spike_is_more_than_fifteen_times_the_usual_value(times: int) -> None:
+    assert len(find_spikes(updates(KL, lambda step: times * 0.06 if step == 88 else 0.06))) == (times == 16)
 
 
 def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_median() -> None:
-    """The rule has no condition for it, because ten times the median is always further."""
+    """The rule has no condition for it, because fifteen times the median is always further."""
     found = 0
-    for seed in range(100):
+    for seed in range(60):
         values = [random.Random(seed * 1000 + step).lognormvariate(0, 1 + seed / 20) for step in range(120)]
         for spike in find_spikes(updates(KL, lambda step, values=values: values[step - 1])):  # type: ignore[misc]
             before = values[max(0, spike.update - 51) : spike.update - 1]
             deviation = median(abs(value - spike.usual) for value in before)
             assert spike.value - spike.usual > 8 * deviation
             found += 1
-    assert found > 300
+    assert found > 100
 
 
 def test_first_nineteen_updates_have_no_spikes() -> None:
