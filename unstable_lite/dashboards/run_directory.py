@@ -13,14 +13,12 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import psutil
-from rich import filesize
 from rich.text import Text
 
 from unstable_lite.adapters.store import LOCK, try_lock
@@ -199,7 +197,6 @@ class RunEntry:
     directory: Path
     began: float = 0.0
     """Start time, in seconds since the epoch."""
-    size_bytes: int = 0
     state: str = "unreadable"
     """`running`, `paused`, `ended`, `failed` (by an error or a second Ctrl-C), `killed` (its process is gone without a
     record), or `unreadable`, for any damage."""
@@ -216,10 +213,10 @@ def list_runs(outputs: Path) -> list[RunEntry]:
 
 def runs_table(entries: Sequence[RunEntry]) -> Text:
     """Return two lines per run: numbers, and the directory, which is never cut because it is copied."""
-    lines = [Text(f"{'state':<10}  {'updates':>11}  {'size':>8}  before → newest result (95 %)", style="bold")]
+    lines = [Text(f"{'state':<10}  {'updates':>11}  before → newest result (95 %)", style="bold")]
     for entry in entries:
         line = Text(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
-        line.append(f"  {entry.updates:>11}  {filesize.decimal(entry.size_bytes):>8}  {entry.result}", style="default")
+        line.append(f"  {entry.updates:>11}  {entry.result}", style="default")
         lines += [line, Text(f"    {entry.directory}")]
     return Text("\n").join(lines)
 
@@ -227,7 +224,7 @@ def runs_table(entries: Sequence[RunEntry]) -> Text:
 def _entry(directory: Path) -> RunEntry:
     entry = RunEntry(directory=directory)
     try:
-        entry.began, entry.size_bytes = _began(directory, []), _size_on_disk(directory)
+        entry.began = _began(directory, [])
         with understood(directory):
             run = RunDirectory(directory)
             run.refresh()
@@ -273,16 +270,6 @@ def _began(directory: Path, metrics: Sequence[Metrics]) -> float:
         return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
     except ValueError:
         return min(path.stat().st_mtime for path in directory.glob("config*.toml"))  # a resume may rewrite it
-
-
-def _size_on_disk(path: Path) -> int:
-    """Return the bytes of all files in a directory; a file that disappears counts as 0."""
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.lstat(Path(directory, name)).st_size
-    return total
 
 
 class RunData(RunDirectory):

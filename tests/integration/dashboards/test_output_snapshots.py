@@ -1,0 +1,77 @@
+"""The output of `run`, `runs` and `envs` at 80 columns, for each of the runs in `shown_runs`."""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.fakes.shown_runs import CASES
+from tests.fakes.snapshots import assert_as_before
+from unstable_lite.cli.app import app
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.dashboards.run_directory import RunDirectory, list_runs, runs_table
+from unstable_lite.dashboards.terminal import (
+    TerminalInterface,
+    VisibleConsole,
+    evaluation_tables,
+    key_value_lines,
+    print_lines,
+    remark_lines,
+)
+from unstable_lite.orchestrator.evaluations import Evaluations
+from unstable_lite.orchestrator.progress import Progress
+from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.result_rows import result_rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = case(Path("outputs"))
+    view = RunDirectory(directory)
+    view.refresh()
+    console = VisibleConsole(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    parts = parts_of(view, console)
+    for line in view.lines("eval"):
+        parts.tracker.evaluations.append(Evaluation.from_json(line))
+        Evaluations._say(parts.evaluations, parts.tracker.evaluations[-1])
+    progress = Progress(parts)
+    answers = ("Did it learn?", "  ".join(progress._learned())), ("Can I believe it?", progress._believable())
+    print_lines(console, key_value_lines(answers))
+    console.print()
+    for table in evaluation_tables(view.results()):
+        console.print(table, "")
+    for remark in remark_lines(parts.tracker.evaluations):
+        print_lines(console, remark)
+    print_lines(console, runs_table(list_runs(Path("outputs"))))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert_as_before(f"output/{case.__name__}", re.sub(r"^\d\d:\d\d:\d\d", "12:42:01", shown, flags=re.M))
+
+
+def parts_of(view: RunDirectory, console: VisibleConsole) -> Any:
+    """Return the parts of a run that its output is made from."""
+    envs = [EvalEnvSpec.model_construct(**env) for env in view.config["eval_envs"]]
+    run = SimpleNamespace(**view.config["run"], num_eval_workers=0)
+    trained = [SimpleNamespace(**env) for env in view.config["train_envs"]]
+    tracker = SimpleNamespace(evaluations=[], latest=view.latest(), void_games=0, ended_early=list)
+    parts = SimpleNamespace(
+        terminal=TerminalInterface(console),
+        plan=SimpleNamespace(config=SimpleNamespace(run=run, eval_envs=envs, train_envs=trained)),
+        tracker=tracker,
+        health=SimpleNamespace(status=lambda: "  alarms 1, on: collapse" * bool(view.alarms())),
+        results=lambda: result_rows(tracker.evaluations, [(env.env_id, env.opponent) for env in envs]),
+    )
+    parts.evaluations = Evaluations(parts, None)  # type: ignore[arg-type]
+    return parts
+
+
+def test_envs_look_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["envs", "nim"]).output + CliRunner().invoke(app, ["envs", "UsedCar"]).output
+    assert_as_before("output/envs", shown)
