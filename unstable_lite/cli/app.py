@@ -248,8 +248,6 @@ def print_summary(summary: Summary) -> None:
         ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
         ("run directory", directory),
     ]
-    if summary.checkpoint is not None:
-        rows.append(("newest adapter", str(summary.checkpoint)))
     rows += _next_commands(summary)
     if planned and summary.stopped_by is None:
         rows.append(("to continue", resume))
@@ -266,14 +264,16 @@ def print_summary(summary: Summary) -> None:
 
 
 def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield the best checkpoint and the commands that come next, to be pasted."""
+    """Yield the newest and the best checkpoint, and the commands that come next, to be pasted."""
     from unstable_lite.adapters.frozen import find_saved
 
     directory, model = str(summary.directory), f"run:{summary.directory}/best"
     steps = {one.step for row in summary.results if not row.is_concurrent for one in row.evaluations if one.step}
+    if (best := summary.checkpoint) is not None:
+        yield "newest adapter", str(best)
     try:
-        best = find_saved(model.removeprefix("run:")).name
-        yield "best checkpoint", f"{best}, best of {len(steps)} evaluation{'s' * (len(steps) > 1)}: {model}"
+        best = find_saved(model.removeprefix("run:"))
+        yield "best checkpoint", f"{best.name}, best of {len(steps)} evaluation{'s' * (len(steps) > 1)}: {model}"
     except ConfigError:  # none was both evaluated and saved
         model = directory
     yield "games, turn by turn", str(summary.directory / "games.jsonl")
@@ -283,7 +283,7 @@ def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
         if any(row.opponent.partition(",")[0] != "none" for row in summary.results):
             yield "play against it", shlex.join(["unstable-lite", "play", model])
         output = str(summary.directory / "eval")
-        yield "evaluate it again", shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
+        yield "evaluate it again", shlex.join(["unstable-lite", "eval", "base", str(best), "--output", output])
 
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def test_games_that_outgrow_the_context_are_kept_counted_and_shown(tmp_path: Pat
     full = sum(game["reason"] == "context_full" for game in games)
     assert re.search(rf"^ended early +{full} context_full in {re.escape(ENV)}$", out, re.M)
     assert re.search(r"update 1/1 .* ended early: \d+ context_full in ", out)
-    assert re.search(r"update 0  .*: \d\d% of the games ended by an invalid move", out)
+    assert re.search(r"update 0  .*: \d\d % of the games ended by an invalid move", out)
     assert re.search(
         r"update 0  .*: \d+ context_full of 100 games: [\d.]+ % of the points had all of these been lost", out
     )
