@@ -248,8 +248,9 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
         if name.startswith("ended/"):
             early[name.partition(")/")[2]] += int(count)
     ended = ", ".join(f"{count:,} {reason}" for reason, count in early.most_common())
-    cells = width - LABEL - 3 * (NUMBER + 2) - 2
-    heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {'whole run, in means'[:cells]:<{cells}}  greatest"
+    head = "whole run, in means"
+    cells = min(width - LABEL - 3 * (NUMBER + 2) - 2, max(len(view.updates()), len(head)))
+    heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {head[:cells]:<{cells}}  greatest"
     lines = [Text.assemble(("health".ljust(LABEL), "bold"), "  ", (heads, "dim"))]
     for label, texts, order in (("alarms", alarms, "newest"), ("spikes", [one.text for one in spikes], "largest")):
         text = f"{len(texts)}, {order}: {texts[0]}" if texts else "none"
@@ -277,7 +278,7 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
         text = percent if is_share(metric.name) else f"{{:{metric.form}}}".format
         newest, low, high = map(text, (known[-1][1], *ends))
         line = Text(f"{metric.label:<{LABEL}}  {newest:>{NUMBER}}  ").append(f"{low:>{NUMBER}}  ", style="dim")
-        line.append(bars, style="dim").highlight_words([SPIKE], "not dim red")
+        line.append(bars.ljust(cells), style="dim").highlight_words([SPIKE], "not dim red")
         lines.append(line.append(f"  {high}", style="dim"))
     return lines
 
