@@ -325,7 +325,7 @@ class RunData(RunDirectory):
         """A value for each of `steps`, by metric name."""
         self.newest = {name: value for row in rows.values() for name, value in row.items() if value is not None}
         """Newest value of every metric."""
-        self.lines("metrics").clear()  # a report needs no more than the curves
+        self.lines("metrics")[:] = self.updates()[-1:]  # a report needs no more than the curves and the totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fakes import shown_runs
 from unstable_lite.dashboards.report import write_report
-from unstable_lite.dashboards.run_directory import RunDirectory
+from unstable_lite.dashboards.run_directory import RunData, RunDirectory
 from unstable_lite.dashboards.terminal import evaluation_tables
 from unstable_lite.tracking.result_rows import ResultRow, to_markdown
 
@@ -71,6 +71,14 @@ def test_half_of_a_tenth_is_rounded_once(run: Path, page: Page) -> None:
     expect(chart.locator(".values tr").last).to_contain_text("87.2 %")
     expect(page.locator("#evaluations")).to_contain_text("87.2 %")
     assert "87.3" not in page.locator("body").inner_text()
+
+
+def test_time_of_a_run_without_a_clock_in_live_json_is_that_of_its_metrics(tmp_path: Path) -> None:
+    run = shown_runs.quickstart(tmp_path)
+    live = json.loads((run / "live.json").read_text())
+    (run / "live.json").write_text(json.dumps({name: value for name, value in live.items() if name != "seconds"}))
+    newest = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert RunData(run).totals().seconds == newest["run/seconds"] > 0
 
 
 def test_results_are_copied_as_markdown(run: Path, page: Page) -> None:
