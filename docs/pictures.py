@@ -1,7 +1,7 @@
 """Pictures of the docs, all from one run of the quickstart: `python docs/pictures.py RUN`.
 
 - report.png: the first screen of its report
-- games.png: the games of its report, and below the list the tokens of one of them
+- games.png: the games of its report, with the tokens of an answer
 - top.svg: the dashboard while it was running: of a copy that ends at four fifths of the updates and whose process is
   this one
 
@@ -32,7 +32,7 @@ from unstable_lite.dashboards.top import MachineLoad, draw
 
 PICTURES = Path(os.environ.get("PICTURES", Path(__file__).parent / "pictures"))
 TOP_SIZE = (100, 30)
-REPORT_SIZE = {"width": 1080, "height": 800}
+REPORT_SIZE = {"width": 1080, "height": 1000}
 SCALE = 2
 """Pixels of a picture per pixel of a page, so that it is sharp on every screen."""
 NO_PROCESS = 2**31 - 1
@@ -101,9 +101,9 @@ def pictures_of_report(run: Path, report: Path, games: Path) -> None:
         mode = page.locator("[data-act=mode]")
         if mode.count():  # the run kept its tokens
             mode.select_option("logprob")
-        for turn in reversed(page.locator(".turns button").all()):  # of the game that is open
+        for turn in page.locator(".turns button").all():  # of the game that is open
             turn.click()
-            if page.locator("#game .sampled").count():  # the model's turn
+            if page.locator("#game .sampled").count():  # a model's turn
                 break
         top_of_games = "document.querySelector('#browser').getBoundingClientRect().top + scrollY - 56"
         page.evaluate(f"scrollTo({{ top: {top_of_games}, behavior: 'instant' }})")
