@@ -718,9 +718,9 @@ def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page
     result = page.locator("#results tbody tr").first
     assert page.locator("#results thead th").all_inner_texts() == ["against", "config A, 2 seeds", "12-00-05-b"]
     seeded, alone = result.locator("td").all()
-    expect(seeded).to_contain_text("50.0 % → 85.0 %21.5–100.0, n = 200, 2 seeds")
+    expect(seeded).to_contain_text("50.0 % → 85.0 %after update 321.5–100.0, n = 200, 2 seeds")
     expect(alone).to_contain_text("50.0 % → 90.0 %")
-    expect(alone).to_contain_text("+5.0 (-11.8 to +68.7) to the first")
+    expect(alone).to_contain_text("+5.0 (-11.8 to +68.7) compared with config A, 2 seeds")
     won = page.locator("figure", has_text="Points against scripted:random").first
     won.get_by_text("Values").click()
     expect(won.locator("tbody")).to_contain_text("85.0 % (21.5–100.0, n = 200, 2 seeds)")
