@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +21,13 @@ from typing import Any
 
 import jinja2
 
+from unstable_lite.adapters.frozen import find_saved
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.report.curves import group_data, run_data, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
+from unstable_lite.errors import UnstableError
 from unstable_lite.tracking.displayed_metrics import duration, is_share
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import percent
@@ -74,6 +77,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         results=_results(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
+        commands=_next_commands(runs[0]) if len(runs) == 1 and runs[0].state not in ("running", "paused") else [],
         has_alarms=any(run.alarms() for run in runs),
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=_evaluation_tables(runs),
@@ -153,6 +157,21 @@ def _upcoming(run: RunData) -> str:
         return "No evaluation has ended yet. The first one is of the model before training."
     update, every = run.steps[-1] if run.steps else 0, run.config["run"].get("eval_every") or run.learning_steps
     return f"The next evaluation begins after update {min(update // every * every + every, run.learning_steps)}."
+
+
+def _next_commands(run: RunData) -> list[tuple[str, str]]:
+    """Return the commands that come next for a run that has stopped, to be pasted."""
+    model = f"run:{run.directory}/best"
+    try:
+        name = find_saved(model.removeprefix("run:")).name
+    except UnstableError:  # no checkpoint was both evaluated and saved
+        return []
+    output = str(run.directory / "eval")
+    again = shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
+    return [
+        (f"evaluate the best checkpoint, {name}", again),
+        ("play against it", f"unstable-lite play {shlex.quote(model)}"),
+    ]
 
 
 def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[ResultRow, list[tuple[str, Evaluation]]]]:
