@@ -19,6 +19,17 @@ def strategies(league: LeagueConfig) -> dict[str, dict[str, Any]]:
     return {name: {"weight": 1.0, **options} for name, options in tables.items()}
 
 
+def describe_strategy(league: LeagueConfig) -> str:
+    """Return the name of the sampler, or those of a mixture with their weights and options."""
+    if isinstance(league.opponent_sampling_strategy, str):
+        return league.opponent_sampling_strategy
+    shown = []
+    for name, options in strategies(league).items():
+        others = ", ".join(f"{key} {value}" for key, value in options.items() if key != "weight")
+        shown.append(f"{name} {options['weight']}" + f" ({others})" * bool(others))
+    return ", ".join(shown)
+
+
 def uses_fixed(league: LeagueConfig) -> bool:
     """Return whether `fixed_opponents` may be drawn; a custom sampler may draw any model of the registry."""
     return any(name not in ("none", "mirror", "lagged", "uniform") for name in strategies(league))

@@ -18,7 +18,7 @@ from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import trial
-from unstable_lite.league.opponents import frozen_adapters, training_opponents
+from unstable_lite.league.opponents import describe_strategy, frozen_adapters, training_opponents
 from unstable_lite.models import resolve_model
 from unstable_lite.planning import staleness
 from unstable_lite.planning.defaults import (
@@ -71,7 +71,7 @@ class Plan(Placement):
 
     def opponents(self) -> str:
         """Return a readable description of the players at the seats that the current policy does not take."""
-        strategy = self.config.league.opponent_sampling_strategy
+        strategy = describe_strategy(self.config.league)
         if all(spec.num_actors == spec.num_players for spec in self.config.train_envs):
             remark = f" (so opponent_sampling_strategy = {strategy} is not used)" * (strategy != "none")
             return f"none: num_actors = num_players, every seat is the current policy's{remark}"

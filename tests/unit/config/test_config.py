@@ -404,10 +404,14 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(
         ("lagged", 1, "lagged"),
         ("fixed", 1, "fixed, fixed ones: scripted:random"),
         ("pfsp", 1, "pfsp, fixed ones: scripted:random"),
+        ({"mirror": 0.3, "fixed": 0.7}, 1, "mirror 0.3, fixed 0.7, fixed ones: scripted:random"),
+        ({"mirror": 1, "lagged": {"weight": 2, "lag_range": [1, 5]}}, 1, "mirror 1, lagged 2 (lag_range [1, 5])"),
         ("mirror", 2, "mirror (not used"),
     ],
 )
-def test_only_opponents_that_may_be_drawn_are_listed(strategy: str, num_actors: int, says: str) -> None:
+def test_only_opponents_that_may_be_drawn_are_listed(
+    strategy: str | dict[str, Any], num_actors: int, says: str
+) -> None:
     league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
     sections = {"train_envs": [{**ENV, "num_actors": num_actors}], "engine": {"max_loras": 16}}
     shown = make_plan(Config.model_validate({**sections, "league": league})).opponents()
