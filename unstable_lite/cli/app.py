@@ -236,7 +236,7 @@ def print_summary(summary: Summary) -> None:
     since = " since the resume" * summary.is_resumed
     totals = Totals(summary.games, summary.eval_games, summary.void_games, summary.seconds)
     directory = str(summary.directory)
-    resume = f"unstable-lite run --resume {shlex.quote(directory)}"
+    resume = _command("run", "--resume", directory)
     dropped, played = summary.dropped_stale_steps, summary.played_steps
     dropped_shown = f"{dropped}" + (f" of {played} ({percent(dropped / played)})" if played else "")
     dropped_shown += f"; most of {summary.most_dropped}" if summary.most_dropped else ""
@@ -255,11 +255,8 @@ def print_summary(summary: Summary) -> None:
     for line in (*(f"alarm {alarm}" for alarm in summary.alarms), *summary.collapsed):
         print_lines(out, line)
     if summary.stopped_by is not None:
-        saved = (
-            f"{summary.checkpoint}; to continue regardless: {resume}"
-            if summary.checkpoint
-            else "none, because no update was made"
-        )
+        way_on = f"{summary.checkpoint}; to continue regardless: {resume}"
+        saved = way_on if summary.checkpoint else "none, because no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
 
 
@@ -278,12 +275,15 @@ def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
         model = directory
     yield "games, turn by turn", str(summary.directory / "games.jsonl")
     yield "curves", shlex.join(["tensorboard", "--logdir", str(summary.directory / "tensorboard")])
-    yield "report", shlex.join(["unstable-lite", "report", directory])
+    yield "report", _command("report", directory)
     if summary.checkpoint is not None:
         if any(row.opponent.partition(",")[0] != "none" for row in summary.results):
-            yield "play against it", shlex.join(["unstable-lite", "play", model])
-        output = str(summary.directory / "eval")
-        yield "evaluate it again", shlex.join(["unstable-lite", "eval", "base", str(best), "--output", output])
+            yield "play against it", _command("play", model)
+        yield "evaluate it again", _command("eval", "base", best, "--output", summary.directory / "eval")
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["unstable-lite", *map(str, words)])
 
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:
@@ -297,10 +297,7 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
     if metrics is None:
         rows += [
             ("pairs file", str(directory / "pairs.jsonl")),
-            (
-                "to train on them",
-                shlex.join(["unstable-lite", "sft", str(config), f"sft.data={directory / 'pairs.jsonl'}"]),
-            ),
+            ("to train on them", _command("sft", config, f"sft.data={directory / 'pairs.jsonl'}")),
         ]
     else:
         first, last = metrics["train_loss_first_epoch"], metrics["train_loss_last_epoch"]
@@ -315,9 +312,6 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
         rows += [
             ("time", f"{record['seconds']:.0f} s"),
             ("adapter", str(directory)),
-            (
-                "to start from it",
-                shlex.join(["unstable-lite", "run", str(config), f"lora.initial_lora_path={directory}"]),
-            ),
+            ("to start from it", _command("run", config, f"lora.initial_lora_path={directory}")),
         ]
     print_lines(console(), key_value_lines(rows))

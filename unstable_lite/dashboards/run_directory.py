@@ -53,8 +53,7 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.lines: list[dict[str, Any]] = []
-        self.readings = 0
-        """Number of times that the file was read from its beginning."""
+        """Another list once the file was read from its beginning again."""
         self._path = path
         self._offset = 0
         self._inode = -1
@@ -66,8 +65,7 @@ class _Tail:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._offset, self._inode = 0, status.st_ino
-                    self.readings += 1
-                    self.lines.clear()
+                    self.lines = []
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -102,7 +100,7 @@ class RunDirectory:
         self.live: dict[str, Any] = {}
         """Content of live.json; empty before the run has written it."""
         self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
-        self._league, self._league_lines, self._league_readings = League(), 0, 0
+        self._league, self._league_lines, self._num_in_league = League(), list[dict[str, Any]](), 0
 
     def refresh(self) -> None:
         for tail in self._tails.values():
@@ -121,9 +119,21 @@ class RunDirectory:
     @property
     def state(self) -> str:
         """Return the state as `RunEntry` names it."""
-        if _is_locked(self):
+        if self._is_locked():
             return "paused" if (self.directory / PAUSED).exists() else "running"
         return self.ending or "killed"
+
+    def _is_locked(self) -> bool:
+        """Return whether a process holds the lock; if the lock is another user's, whether its process exists."""
+        if not (self.directory / LOCK).exists():
+            return False
+        try:
+            lock = try_lock(self.directory)
+        except OSError:
+            return self.is_running
+        if lock is not None:
+            os.close(lock)
+        return lock is None
 
     @property
     def ending(self) -> str | None:
@@ -183,12 +193,12 @@ class RunDirectory:
 
     def league(self) -> League:
         """Return the ratings and results, which are not to be changed; only lines since the last call are read."""
-        tail = self._tails["league"]
-        if self._league_readings != tail.readings:
-            self._league, self._league_lines, self._league_readings = League(), 0, tail.readings
-        for line in tail.lines[self._league_lines :]:
+        lines = self.lines("league")
+        if self._league_lines is not lines:
+            self._league, self._league_lines, self._num_in_league = League(), lines, 0
+        for line in lines[self._num_in_league :]:
             self._league.add(line["models"], line["matches"])
-        self._league_lines = len(tail.lines)
+        self._num_in_league = len(lines)
         return self._league
 
 
@@ -224,13 +234,14 @@ def runs_table(entries: Sequence[RunEntry]) -> Text:
 def _entry(directory: Path) -> RunEntry:
     entry = RunEntry(directory=directory)
     try:
-        entry.began = _began(directory, [])
+        entry.began = _began(directory)
         with understood(directory):
             run = RunDirectory(directory)
             run.refresh()
-            result, began = _result(run.results()), _began(directory, run.lines("metrics"))
+            result, metrics = _result(run.results()), run.lines("metrics")
+            entry.began = float(metrics[0]["time"]) if metrics else entry.began
             entry.updates, entry.state = f"{run.num_updates}/{run.learning_steps}", run.state
-            entry.result, entry.began = result, began
+            entry.result = result
     except (UnstableError, OSError) as error:
         entry.result = str(error)
     return entry
@@ -246,26 +257,11 @@ def _result(rows: Sequence[ResultRow]) -> str:
     return f"{row.label}: {before}{row.newest.value_text}{when} ({row.newest.interval_text}){more}"
 
 
-def _is_locked(run: RunDirectory) -> bool:
-    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
-    if not (run.directory / LOCK).exists():
-        return False
-    try:
-        lock = try_lock(run.directory)
-    except OSError:
-        return run.is_running
-    if lock is not None:
-        os.close(lock)
-    return lock is None
+def _began(directory: Path) -> float:
+    """Return the local time in the name, which may occur twice when clocks change, else that of the first file.
 
-
-def _began(directory: Path, metrics: Sequence[Metrics]) -> float:
-    """Return the time of the first metrics; else the local time in the name, else that of the first file.
-
-    Copying changes the times of files, and a local time may occur twice in the night when clocks change.
+    Copying changes the times of files.
     """
-    if metrics:
-        return float(metrics[0]["time"])
     try:
         return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
     except ValueError:
@@ -359,7 +355,10 @@ def groups_of(runs: Sequence[RunData]) -> list[Group]:
     groups = []
     for number, of_group in enumerate(members.values()):
         several = f"config {chr(ord('A') + number % 26)}, {len(of_group)} seeds" if differing else "mean of the seeds"
-        own = {key: _short(values[number]) for key, values in differing.items()}
+        own = {
+            key: text if len(text := values[number]) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"
+            for key, values in differing.items()
+        }
         groups.append(Group(of_group[0].label if len(of_group) == 1 else several, of_group, own))
     return groups
 
@@ -390,7 +389,3 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _text(value: Any) -> str:
     return "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"

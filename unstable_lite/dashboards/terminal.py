@@ -31,8 +31,7 @@ from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow
 
 PLAIN_LINE_EVERY_S = 5.0
-LEFT = (TextColumn("left"), TimeRemainingColumn())
-"""Columns of the time that is left, for a progress without an own text."""
+WORD = re.compile(r" *\S+ *")
 
 
 class VisibleConsole(Console):
@@ -73,7 +72,8 @@ class TerminalInterface:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            *LEFT,
+            TextColumn("left"),
+            TimeRemainingColumn(),
             console=self.console,
         )
         self._status: Callable[[], str] | None = None
@@ -104,10 +104,8 @@ class TerminalInterface:
         """
         self._batch_progress = batch_progress
         self._status = status
-        self._progress.columns = (
-            *(one for one in self._progress.columns if one not in LEFT),
-            *([] if status else LEFT),
-        )
+        if status is not None:  # it says the time that is left
+            self._progress.columns = self._progress.columns[:4]
         self._progress.reset(self._task, total=total_updates, completed=completed)
         self._is_counting = True
         self._show()
@@ -189,21 +187,16 @@ def hanging(line: Text, width: int) -> Text:
 
     What follows begins below the second column.
     """
-    first = re.match(r" *\S+(?: \S+)*  +", line.plain)
-    indent = first.end() if first is not None and first.end() <= width // 2 else 2
-    parts = list[tuple[int, int]]()
-    for column in re.finditer(r" *\S+(?: \S+)* *", line.plain):
-        if cell_len(column[0].rstrip()) <= width - indent:
-            parts.append(column.span())
-        else:
-            words = re.finditer(r" *\S+ *", column[0])
-            parts += [(column.start() + word.start(), column.start() + word.end()) for word in words]
+    columns = [*re.finditer(r" *\S+(?: \S+)* *", line.plain)]
+    indent = columns[0].end() if len(columns) > 1 and columns[0].end() <= width // 2 else 2
     breaks, used = list[int](), 0
-    for start, end in parts:
-        if used > indent and used + cell_len(line.plain[start:end].rstrip()) > width:
-            breaks.append(start)
-            used = indent
-        used += cell_len(line.plain[start:end])
+    for column in columns:
+        is_whole = cell_len(column[0].rstrip()) <= width - indent
+        for part in [column] if is_whole else WORD.finditer(line.plain, *column.span()):
+            if used > indent and used + cell_len(part[0].rstrip()) > width:
+                breaks.append(part.start())
+                used = indent
+            used += cell_len(part[0])
     lines = line.divide(breaks)
     for one in lines:
         one.rstrip()

@@ -60,11 +60,6 @@ class ResultRow:
         return self.evaluations[-1]
 
     @property
-    def best(self) -> Evaluation:
-        """The evaluation with the highest value, of equal ones the newest."""
-        return max(self.evaluations, key=lambda one: (one.value, one.step))
-
-    @property
     def change(self) -> Gain | None:
         """Change from the first to the newest evaluation; None if they are the same."""
         return self.change_to(self.newest)
@@ -214,10 +209,8 @@ def to_markdown(rows_by_run: Mapping[str, Sequence[ResultRow]]) -> str:
     table = [head, ["---"] * len(head)]
     for run, row in ((run, row) for run, rows in rows_by_run.items() for row in rows):
         newest, name = row.newest, f"{row.label}{', while training' * row.is_concurrent}"
-        value, change = (
-            f"{newest.value_text} ({newest.interval_text})",
-            f"{row.change_text()} ({row.change_interval_text})",
-        )
+        value = f"{newest.value_text} ({newest.interval_text})"
+        change = f"{row.change_text()} ({row.change_interval_text})"
         cells = [name, row.before.value_text, value, f"{newest.n:,}", change, row.verdict_text]
         table.append([run] * (len(rows_by_run) > 1) + cells)
     return "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in table)

@@ -152,4 +152,4 @@ def test_line_of_an_older_run_has_the_interval_of_now(tmp_path: Path) -> None:
     (tmp_path / "eval.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     run = RunDirectory(tmp_path)
     run.refresh()
-    assert run.lines("eval")[0]["interval"] == list(found.interval)
+    assert [row.newest.interval for row in run.results()] == [found.interval]

@@ -60,7 +60,6 @@ def test_row_goes_from_the_first_update_to_the_newest_in_any_order_of_lines() ->
     found = row(evaluation(85, 60, 40), evaluation(170, 70, 30), evaluation(0, 50, 50), evaluation(255, 0, 0))
     assert [one.step for one in found.evaluations] == [0, 85, 170]
     assert found.change_text() == "+20.0"
-    assert found.best.step == 170
 
 
 @pytest.mark.parametrize(
