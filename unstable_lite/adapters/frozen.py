@@ -112,7 +112,7 @@ def read_facts(path: Path) -> FrozenAdapter:
         # The same matrices with another scale are another model.
         key=f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}" + "-rslora" * bool(stored.get("use_rslora")),
         rank=stored["r"],
-        base=stored.get("base_model_name_or_path") or "",
+        base=str(stored.get("base_model_name_or_path") or ""),
         sizes={layer: (halves[layer, "A.weight"][1], halves[layer, "B.weight"][0]) for layer in layers},
     )
 
@@ -146,7 +146,7 @@ def source_of(name: str, copies: Path) -> str:
 
 def copies_of(config: Path) -> Path | None:
     """Return the directory of the copies if `config` is the config.toml of a run that has them."""
-    copies = config.with_name(COPIES)
+    copies = config.parent / COPIES
     return copies if config.name == "config.toml" and copies.is_dir() else None
 
 

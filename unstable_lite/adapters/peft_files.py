@@ -41,8 +41,8 @@ ANY_DTYPES = (*FLOATS, "I64", "I32", "U8", "I8", "BOOL")
 
 _HALF = re.compile(r"base_model\.model\.([A-Za-z_][\w.]*)\.lora_([AB])\.weight", re.ASCII)
 _NOT_PLAIN_LORA = (
-    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
-    *("target_parameters", "lora_bias", "alora_invocation_tokens", "use_bdlora", "use_qalora"),
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
+    *("target_parameters", "lora_bias", "alora_invocation_tokens"),
 )
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of `init_lora_weights` for which PEFT subtracts the initial pair from the base's weights."""
@@ -109,6 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return table
 
     try:
+        if path.is_fifo():
+            raise ValueError("it is a FIFO")
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
@@ -274,7 +276,7 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise AdapterError(f"{path} cannot be loaded: {error}") from error
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():  # as it is computed with: a float64 number may exceed float32
             raise AdapterError(f"{path}: {name} has values that are not finite")
     return tensors
 
@@ -284,7 +286,8 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory}: peft_type is {str(config.get('peft_type'))[:40]!r}; only LORA can be served")
     tables = [key for key, value in config.items() if isinstance(value, list | dict) and value and key not in _TABLES]
-    refused = [key for key in _NOT_PLAIN_LORA if config.get(key)]
+    variants = [key for key in config if key.startswith("use_") and key != "use_rslora"]
+    refused = [key for key in (*_NOT_PLAIN_LORA, *variants) if config.get(key)]
     refused += ["bias"] * (config.get("bias") not in (None, "none"))
     if present := list(dict.fromkeys(refused + tables)):
         raise AdapterError(f"{directory}: {', '.join(present)[:200]} cannot be served; only plain LoRA can")
@@ -294,6 +297,8 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
             "would be served over the original base. In the training program, save it as plain LoRA: "
             "save_pretrained(…, path_initial_model_for_weight_conversion=<the adapter as saved before training>)"
         )
+    if len(base := str(config.get("base_model_name_or_path") or "")) > MAX_NAME:
+        raise AdapterError(f"{directory}: base_model_name_or_path = {base[:40]!r} has {len(base)} characters")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or rank < 1:
         raise AdapterError(f"{directory}: r = {str(rank)[:40]} is not a rank")

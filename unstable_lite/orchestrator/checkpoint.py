@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unstable_lite import plugins
-from unstable_lite.adapters.frozen import by_update
+from unstable_lite.adapters.frozen import by_update, update_of
 from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
 from unstable_lite.config.reading import drop_removed, parse_config
@@ -354,7 +354,9 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         raise ConfigError(*problems)
     checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", say))
     with checkpoint.understood():
-        updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
+        updates, state = checkpoint.state["updates"], checkpoint.state["tracker"]
+        if updates != update_of(checkpoint.directory) or type(updates) is not int:
+            raise ValueError(f"updates = {updates!r} in {checkpoint.directory.name}")
         scheduler = checkpoint.state["scheduler"]
         num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
         unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}

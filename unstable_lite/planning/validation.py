@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, is_frozen
+from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, is_frozen, read_facts
 from unstable_lite.adapters.peft_files import check_adapter, is_file
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec
-from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
@@ -67,7 +66,7 @@ def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
         problems.append(f"run.exact_every: no env can be computed exactly: {'; '.join(reasons)}")
     for key in ("initial_lora_path", "initial_critic_path"):
         if (path := getattr(lora, key)) is not None:
-            problems += adapter_problems(f"lora.{key}", path, lora)
+            problems += adapter_problems(f"lora.{key}", path, config)
     if lora.initial_critic_path and not is_file(lora.initial_critic_path / CRITIC_HEAD):
         problems.append(f"lora.initial_critic_path: no {CRITIC_HEAD} in {lora.initial_critic_path}")
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
@@ -111,11 +110,12 @@ def find_engine_problems(config: Config, has_learner: bool = False) -> list[str]
     return [*problems, *server_problems(config.engine)]
 
 
-def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterator[str]:
-    """Yield each reason why the adapter in `directory` does not fit section `lora`."""
+def adapter_problems(where: str, directory: Path, config: Config) -> Iterator[str]:
+    """Yield each reason why the adapter in `directory` does not fit section `lora` and the base of a config."""
     try:
         stored, header = check_adapter(directory)
-    except AdapterError as error:
+        problem = base_problem(read_facts(directory), config)
+    except (AdapterError, ModelError) as error:
         yield f"{where}: {error}"
         return
     if not isinstance(stored.get("target_modules"), list):
@@ -125,7 +125,11 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterator[
             f"{json.dumps(names)}"
         )
         return
+    if problem is not None:
+        yield f"{where}: {problem}"
+    lora = config.lora
     pairs = (
+        ("use_rslora", bool(stored.get("use_rslora")), False),
         ("lora_rank", stored["r"], lora.lora_rank),
         ("lora_alpha", float(stored["lora_alpha"]), float(lora.lora_alpha)),
         ("target_modules", sorted(stored["target_modules"]), sorted(lora.target_modules)),

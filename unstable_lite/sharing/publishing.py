@@ -203,7 +203,8 @@ def write_folder(publication: Publication, directory: Path) -> None:
             names = " ".join(", ".join(dict.fromkeys(left_out)).split())
             shown = f"# Left out: {names}. push --with-options publishes them.\n{shown}"
         (unfinished / CONFIG).write_text(shown, encoding="utf-8")
-        (unfinished / "README.md").write_text(_card(publication, shown.strip(), deviation), encoding="utf-8")
+        with understood(publication.run):
+            (unfinished / "README.md").write_text(_card(publication, shown.strip(), deviation), encoding="utf-8")
         _check_privacy(publication, unfinished)
         unfinished.rename(directory)
 
@@ -296,16 +297,15 @@ def _evaluations(publication: Publication) -> list[Evaluation]:
     """Return the evaluations of the base and of the checkpoint, the newest of each env, opponent and kind."""
     found: dict[tuple[str, ...], Evaluation] = {}
     run, checkpoint = publication.run, publication.adapter.path.name
-    with understood(run):
-        for line in read_records(run / "eval.jsonl"):
-            if line["model"] in (BASE, INITIAL, checkpoint):
-                one = Evaluation.from_json(line)
-                is_concurrent, is_of_checkpoint = one.label == "concurrent", one.model == checkpoint
-                found[one.env_id, one.opponent, str(is_concurrent), str(is_of_checkpoint)] = replace(
-                    one,
-                    env_id=as_markdown(_without_directories(one.env_id)),
-                    opponent=as_markdown(_without_directories(one.opponent)),
-                )
+    for line in read_records(run / "eval.jsonl"):
+        if line["model"] in (BASE, INITIAL, checkpoint):
+            one = Evaluation.from_json(line)
+            is_concurrent, is_of_checkpoint = one.label == "concurrent", one.model == checkpoint
+            found[one.env_id, one.opponent, str(is_concurrent), str(is_of_checkpoint)] = replace(
+                one,
+                env_id=as_markdown(_without_directories(one.env_id)),
+                opponent=as_markdown(_without_directories(one.opponent)),
+            )
     return [found[key] for key in sorted(found) if found[key].n]
 
 

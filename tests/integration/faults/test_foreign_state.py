@@ -208,6 +208,17 @@ async def test_no_text_in_any_file_of_a_run_is_imported_by_a_resume(
     assert num_tried > 300 and num_loaded > 100
 
 
+@pytest.mark.parametrize("updates", [1.5, 1.0, True, -1, 10**25, "1"])
+def test_number_of_updates_that_is_not_the_checkpoints_is_refused(finished: Path, tmp_path: Path, updates: Any) -> None:
+    directory = shortened(finished, tmp_path / "run")
+    league = Path("checkpoints/ckpt-1/league.json")
+    write_into(directory, league, write(league, read(directory / league) | {"updates": updates}))
+    logs = {file: (directory / file).read_bytes() for file in files_of(directory)}
+    with pytest.raises(UnstableError, match=r"is intact, but .*updates = "):
+        load_state(directory)
+    assert logs == {file: (directory / file).read_bytes() for file in files_of(directory)}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("column", ["name", "kind", "uid"])
 def test_whole_resume_imports_nothing_that_a_checkpoint_names(finished: Path, tmp_path: Path, column: str) -> None:

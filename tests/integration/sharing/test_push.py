@@ -303,6 +303,23 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
     assert f"{EVIL} # Heading" in shown and shown.count("<td>mine|<b>`</td>") == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("versions.json", json.dumps({"packages": {"torch": "\ud800"}})),
+        ("eval.jsonl", json.dumps(evaluation("ckpt-2", 87).to_json() | {"ended_invalid": 10**400}) + "\n"),
+    ],
+    ids=["surrogate", "number without end"],
+)
+def test_content_that_no_run_writes_ends_a_push_with_one_message(
+    run: Path, tmp_path: Path, file: str, content: str
+) -> None:
+    (run / file).write_text(content)
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 1 and f"{run}: its files are not as a run writes them" in " ".join(output.split()), output
+    assert not (tmp_path / "folder").exists()
+
+
 def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_path: Path) -> None:
     card = published(run, tmp_path / "folder", "--base-model", 'org/x"; import os #$(id)')
     assert 'base = "org/x\\"; import os #$(id)"\n' in card

@@ -26,7 +26,6 @@ from unstable_lite.adapters.peft_files import (
     write_adapter,
 )
 from unstable_lite.config.reading import parse_config
-from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.evaluation.models import find_models
 from unstable_lite.planning.validation import adapter_problems, find_problems
@@ -71,6 +70,8 @@ def test_adapter_written_by_peft_is_accepted(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"use_dora": True}, "use_dora"),
+        ({"use_variant_of_tomorrow": True}, "use_variant_of_tomorrow"),
+        ({"base_model_name_or_path": "x" * 5000}, "base_model_name_or_path .* 5000"),
         ({"bias": "all"}, "bias"),
         ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16': .*path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
@@ -156,6 +157,13 @@ def test_header_with_a_wrong_length_and_a_path_without_a_file_are_refused(tmp_pa
             read_json(path)
 
 
+def test_fifo_in_place_of_a_config_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    (adapter(tmp_path) / CONFIG).unlink()
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(AdapterError, match="is a FIFO"):
+        check_adapter(tmp_path)
+
+
 class _Evil:
     """Writes a file when it is unpickled."""
 
@@ -194,12 +202,31 @@ def test_run_that_would_start_from_pickles_is_refused_with_advice(evil: Path, tm
     assert not (tmp_path / "it ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        ({"base_model_name_or_path": "organisation/other"}, "is an adapter of organisation/other"),
+        ({"base_model_name_or_path": 5}, "is an adapter of 5; here model_name is organisation/model"),
+        ({"use_rslora": True}, "use_rslora is True, not False"),
+    ],
+)
+def test_initial_adapter_of_another_base_or_scale_is_refused(tmp_path: Path, stored: dict[str, Any], says: str) -> None:
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config, _ = parse_config({"model_name": "organisation/model", "lora": lora, "train_envs": [ENV]})
+    assert config is not None
+    assert not [*adapter_problems("lora.initial_lora_path", adapter(tmp_path / "good"), config)]
+    (problem,) = adapter_problems("lora.initial_lora_path", adapter(tmp_path / "bad", **stored), config)
+    assert says in problem
+
+
 @pytest.mark.parametrize("targets", [{"target_modules": None}, {"target_modules": "all-linear"}, {}])
 def test_missing_target_modules_are_listed_in_the_error(tmp_path: Path, targets: dict[str, Any]) -> None:
     directory = adapter(tmp_path)
     plain = {key: value for key, value in PLAIN.items() if key != "target_modules"}
     (directory / CONFIG).write_text(json.dumps(plain | targets))
-    (problem,) = adapter_problems("lora.initial_lora_path", directory, LoraConfig())
+    config, _ = parse_config({"train_envs": [ENV]})
+    assert config is not None
+    (problem,) = adapter_problems("lora.initial_lora_path", directory, config)
     assert problem.startswith(f"lora.initial_lora_path: {directory} ") and "target_modules" in problem
     assert problem.endswith('["q_proj"]')
 
@@ -280,8 +307,8 @@ def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path: Path) ->
     from unstable_lite.engines.lora import read_adapter
 
     name = Q_PROJ.format("B")
-    for number in (np.nan, np.inf):
-        path = adapter(tmp_path, PAIR | {name: np.full((8, 4), number, np.float32)})
+    for weights in np.full((8, 4), np.nan, np.float32), np.full((8, 4), np.inf, np.float32), np.full((8, 4), 1e300):
+        path = adapter(tmp_path, PAIR | {name: weights})
         with pytest.raises(AdapterError, match="finite"):
             read_adapter(path, 32)
         with pytest.raises(AdapterError, match="finite"):
