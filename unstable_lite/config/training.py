@@ -21,11 +21,11 @@ class RunConfig(Section):
     """Name of the run directory, without slashes; default: `unstable-lite-<model>-<envs>`."""
     learning_steps: int = Field(200, ge=1)
     """Number of updates of the learner, and so of adapter versions."""
-    num_collection_workers: int = Field(256, ge=1)
+    num_collection_workers: int = Field(256, ge=1, le=100_000)
     """Most training games in flight; with `schedule` "sync", games of one round. Fewer are in flight if more would
     become older than `buffer.max_staleness` allows: `check` predicts the number, the metric `run/games_in_flight`
     reports it."""
-    num_eval_workers: int = Field(16, ge=0)
+    num_eval_workers: int = Field(16, ge=0, le=100_000)
     """Most evaluation games in flight beside training; with 0, only `eval_games` evaluates.
 
     eval.jsonl has their results by checkpoint, labelled "concurrent". Games in flight when training ends are abandoned,

@@ -49,6 +49,8 @@ REFUSED = [
     ('algorithm = "reinforc"', "did you mean 'reinforce'?"),
     ('model_name = "builtin:tinny"', "built-in models are builtin:tiny"),
     ('model_name = "./nowhere"', "no config.json"),
+    ("run.num_collection_workers = 100001", "run.num_collection_workers = 100001"),
+    ("run.num_eval_workers = 100001", "run.num_eval_workers = 100001"),
     ("run.eval_games = 10", "eval_envs"),
     ("run.eval_every = 10", "run.eval_every needs run.eval_games"),
     (f'run.output_dir = "{__file__}/out"', "run.output_dir"),
