@@ -1,6 +1,7 @@
 """Rules of DESIGN.md for the code itself."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,20 @@ def test_files_functions_and_the_root_stay_small() -> None:
                 if node.end_lineno - node.lineno >= 40:
                     long_functions.append(f"{path.name}: {node.name}")
     assert len(long_functions) <= 15, long_functions
+
+
+def test_results_have_one_text_and_one_interval() -> None:
+    """Views take them from result rows. Metrics of training, ratings and scored answers have formats of their own."""
+    text, interval = re.compile(r"\.\d%|100 \* "), re.compile(r"wilson_interval|Z_95|\bstdev\b|math\.sqrt")
+    texts = {"intervals.py", "result_rows.py", "displayed_metrics.py", "alarms.py", "app.py"}
+    intervals = {"intervals.py", "evaluations.py", "ladder.py", "probing.py"}
+    for folder in ("cli", "dashboards", "evaluation", "orchestrator", "sharing", "tracking"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            source = path.read_text()
+            assert path.name in texts or not text.search(source), f"{path} writes a share itself"
+            assert path.name in intervals or not interval.search(source), f"{path} computes an interval itself"
+    script = (PACKAGE / "dashboards/report/page.js").read_text()
+    assert not re.search("wilson|sqrt|student", script, re.IGNORECASE)
 
 
 def test_choosing_an_engine_imports_no_heavy_library() -> None:
