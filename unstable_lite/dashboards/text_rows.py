@@ -24,15 +24,11 @@ def aligned(table: Sequence[Sequence[Text]], justify: str, width: int | None = N
         widths[0] = max(min(widths[0], width - sum(widths[1:]) - gap * (len(widths) - 1)), 1)
     lines = []
     for row in table:
-        line = Text()
-        for number, (cell, side, wide) in enumerate(zip(row, justify, widths, strict=True)):
-            shown = cell.copy()
-            shown.truncate(wide, overflow="ellipsis")
-            padding = " " * (wide - shown.cell_len)
-            line.append(" " * gap * (number > 0) + padding * (side == "r")).append_text(shown).append(
-                padding * (side == "l")
-            )
-        lines.append(line)
+        cells = [cell.copy() for cell in row]
+        for cell, side, wide in zip(cells, justify, widths, strict=True):
+            cell.truncate(wide, overflow="ellipsis")
+            cell.align("right" if side == "r" else "left", wide)
+        lines.append(Text(" " * gap).join(cells))
     return lines
 
 

@@ -17,8 +17,6 @@ import time
 import tty
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -287,20 +285,13 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue."""
     directory = shlex.quote(str(view.directory))
     steps = [("report", f"unstable-lite report {directory}")]
-    if best := _best(view.directory, len(view.lines("eval"))):
+    with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
+        best = find_saved(f"{view.directory}/best").name
         count = len({line["step"] for line in view.lines("eval")})
         steps.insert(0, ("best", f"{best}, of {count} evaluations: " + shlex.quote(f"run:{view.directory}/best")))
     if view.ending != "ended" or view.num_updates < view.learning_steps:
         steps.append(("continue", f"unstable-lite run --resume {directory}"))
     return [line for label, text in steps for line in labelled(label, text, 8, width, 3)]
-
-
-@lru_cache(maxsize=1)
-def _best(directory: Path, _num_evaluations: int) -> str:
-    """Return the name of the checkpoint that `run:DIRECTORY/best` names; "" if there is none."""
-    with contextlib.suppress(UnstableError):
-        return find_saved(f"{directory}/best").name
-    return ""
 
 
 def _workers(view: RunDirectory, width: int, room: int, load: MachineLoad) -> list[Text]:

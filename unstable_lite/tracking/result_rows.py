@@ -71,12 +71,7 @@ class ResultRow:
         """
         if later is self.before:
             return None
-        paired = later.change_since(self.before)
-        return paired or unpaired_difference(
-            (self.before.value, *_known(self.before.interval)),
-            (later.value, *_known(later.interval)),
-            1.0 if later.is_share else math.inf,
-        )
+        return later.change_since(self.before) or _unpaired(self.before, later)
 
     def change_text(self, later: Evaluation | None = None) -> str:
         """Return the change to an evaluation, by default the newest: `+25.2` percentage points, or in reward."""
@@ -91,8 +86,7 @@ class ResultRow:
 
     def lead_text(self, other: ResultRow) -> str:
         """Return the difference to the newest value of another run, with its 95 % interval: `+3.2 (-1.0 to +7.5)`."""
-        one, two = ((row.newest.value, *_known(row.newest.interval)) for row in (other, self))
-        lead = unpaired_difference(one, two, 1.0 if self.newest.is_share else math.inf)
+        lead = _unpaired(other.newest, self.newest)
         return f"{self._signed(lead.mean)} ({self._signed(lead.low)} to {self._signed(lead.high)})"
 
     def _signed(self, difference: float) -> str:
@@ -232,6 +226,7 @@ def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]]) -> s
     return ", ".join([*shown, *[sampling] * bool(sampling)])
 
 
-def _known(interval: tuple[float, float]) -> tuple[float, float]:
-    low, high = interval
-    return (low, high) if math.isfinite(low) else (-math.inf, math.inf)
+def _unpaired(before: Evaluation, later: Evaluation) -> Gain:
+    intervals = [one.interval if math.isfinite(one.interval[0]) else (-math.inf, math.inf) for one in (before, later)]
+    old, new = (before.value, *intervals[0]), (later.value, *intervals[1])
+    return unpaired_difference(old, new, 1.0 if later.is_share else math.inf)

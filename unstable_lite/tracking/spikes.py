@@ -3,7 +3,6 @@
 Owns the rule, which docs/curves.md explains with the numbers of spikes that it finds in runs.
 """
 
-from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -50,19 +49,17 @@ def find_spikes(updates: Iterable[Mapping[str, Any]]) -> list[Spike]:
 def _spikes_of(metric: str, lines: list[Mapping[str, Any]]) -> list[Spike]:
     n = METRICS[metric].n
     known = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None and (not n or line.get(n))]
-    spikes, newest, before = list[Spike](), -1, list[float]()
-    for place, (update, value) in enumerate(known):
-        size, usual = abs(value), median(before) if place >= FIRST - 1 else 0.0
-        if size > TIMES * usual > 0:
-            spike = Spike(update=update, metric=metric, value=value, usual=usual)
+    sizes = [abs(value) for _, value in known]
+    spikes, newest = list[Spike](), -1
+    for place in range(FIRST - 1, len(known)):
+        usual = median(sizes[max(place - WINDOW, 0) : place])
+        if sizes[place] > TIMES * usual > 0:
+            spike = Spike(update=known[place][0], metric=metric, value=known[place][1], usual=usual)
             if place != newest + 1:
                 spikes.append(spike)
-            elif size > abs(spikes[-1].value):
+            elif sizes[place] > abs(spikes[-1].value):
                 spikes[-1] = spike
             newest = place
-        insort(before, size)  # in order, because that makes the median fast
-        if place >= WINDOW:
-            before.remove(abs(known[place - WINDOW][1]))
     return spikes
 
 

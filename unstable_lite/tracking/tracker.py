@@ -229,10 +229,7 @@ class Tracker:
         for env_id, diversity in self._diversity.items():
             everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
         everything |= {
-            "run/seconds": self.totals.seconds,
-            "run/games": self.games_finished,
-            "run/eval_games": self.eval_games_finished,
-            "run/void_games": self.void_games,
+            **{f"run/{name}": total for name, total in self.totals._asdict().items()},
             **({"run/branched_games": self.branched_games} if self.branched_games else {}),
             "run/alarms": len(self.alarms),
             "run/lost_records": self.lost_records,
@@ -267,10 +264,7 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "seconds": self.totals.seconds,
-            "games": self.games_finished,
-            "eval_games": self.eval_games_finished,
-            "void_games": self.void_games,
+            **self.totals._asdict(),
             "branched_games": self.branched_games,
             "ended": [[*key, count] for key, count in self.ended.items()],
             "alarms": self.alarms,
