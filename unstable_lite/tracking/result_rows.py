@@ -84,11 +84,6 @@ class ResultRow:
         gain = self.change
         return "–" if gain is None or math.isinf(gain.low) else f"{self._signed(gain.low)} to {self._signed(gain.high)}"
 
-    def lead_text(self, other: ResultRow) -> str:
-        """Return the difference to the newest value of another run, with its 95 % interval: `+3.2 (-1.0 to +7.5)`."""
-        lead = _unpaired(other.newest, self.newest)
-        return f"{self._signed(lead.mean)} ({self._signed(lead.low)} to {self._signed(lead.high)})"
-
     def _signed(self, difference: float) -> str:
         return f"{100 * difference:+.1f}" if self.newest.is_share else f"{difference:+.3f}"
 
@@ -177,16 +172,21 @@ class SeedsEvaluation(Evaluation):
         return Gain(mean=fmean(gains), low=low, high=high, seeds=len(gains))
 
 
+def side_by_side(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | None]]:
+    """Return a line for each env and opponent, those while training last, with the row of each run (or group)."""
+    by_key = [{row.key: row for row in of_run} for of_run in rows]
+    keys = dict.fromkeys(key for of_run in by_key for key in of_run)
+    return [[of_run.get(key) for of_run in by_key] for key in sorted(keys, key=lambda key: key[0])]
+
+
 def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
     """Return the rows of several seeds together, with the updates at which all of them were evaluated.
 
     A seed with only one evaluation is left out if others have more.
     """
-    found = defaultdict[tuple[bool, str, str], list[ResultRow]](list)
-    for row in (row for rows in of_seeds for row in rows):
-        found[row.key].append(row)
     together = []
-    for rows in found.values():
+    for line in side_by_side(of_seeds):
+        rows = [row for row in line if row is not None]
         seeds = [row for row in rows if len(row.evaluations) > 1] or rows
         by_update = [{one.step: one for one in row.evaluations} for row in seeds]
         if len(seeds) == 1:
@@ -194,7 +194,7 @@ def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
         elif shared := sorted(set.intersection(*map(set, by_update))):
             evaluations = tuple(_together([of_seed[update] for of_seed in by_update]) for update in shared)
             together.append(replace(seeds[0], evaluations=evaluations))
-    return sorted(together, key=lambda row: row.is_concurrent)
+    return together
 
 
 def to_markdown(rows_by_run: Mapping[str, Sequence[ResultRow]]) -> str:

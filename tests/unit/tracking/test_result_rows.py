@@ -160,13 +160,6 @@ def as_reward(one: Evaluation) -> Evaluation:
     return replace(one, wins=0, draws=0, losses=0, mean_reward=one.wins / one.n, scores=(), opponent="none")
 
 
-def test_lead_is_the_difference_of_the_newest_values_of_two_runs() -> None:
-    ahead, behind = (row(evaluation(0, 50, 50), evaluation(85, wins, 100 - wins)) for wins in (90, 70))
-    assert ahead.lead_text(behind).startswith("+20.0 (+")
-    assert behind.lead_text(ahead).startswith("-20.0 (-")
-    assert ahead.lead_text(ahead).startswith("+0.0 (-")
-
-
 def test_markdown_has_a_row_each_and_names_runs_only_if_there_are_several() -> None:
     rows = [row(evaluation(0, 200, 200, "base"), evaluation(255, 349, 51, "base"))]
     head, dashes, only = to_markdown({"seed 0": rows}).splitlines()

@@ -17,7 +17,7 @@ from unstable_lite.dashboards.run_directory import RunData
 from unstable_lite.tracking.displayed_metrics import METRICS, is_share
 from unstable_lite.tracking.evaluations import Evaluation, evaluation_group
 from unstable_lite.tracking.intervals import percent, percent_range, points_interval, seeds_interval
-from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation
+from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, side_by_side
 from unstable_lite.types import BASE
 
 OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
@@ -86,31 +86,32 @@ def _exact_chart(name: str) -> dict[str, Any]:
 
 def evaluation_charts(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> list[dict[str, Any]]:
     """Return a chart for each env and opponent, in the order of the config, those of games while training last."""
-    found: dict[tuple[bool, str, str], ResultRow] = {}
-    for row in (row for run in runs for row in run.rows):
-        found.setdefault(row.key, row)
+    by_group = {_any(line).key: line for line in side_by_side(rows)}
+    members = [[run for run in runs if run.group == group] for group in range(len(rows))]
     charts = []
-    for row in sorted(found.values(), key=lambda row: row.is_concurrent):
-        newest = row.newest
-        tag = f"{evaluation_group(newest.label, *row.key[1:])} {'Points' if newest.is_share else 'Reward'}"
-        of_runs = [[one for one in run.rows if one.key == row.key] for run in runs]
-        of_groups = [[one for one in of_group if one.key == row.key] for of_group in rows]
-        members = [[run for run in runs if run.group == group] for group in range(len(rows))]
+    for of_runs in side_by_side([run.rows for run in runs]):
+        row = _any(of_runs)
+        tag = f"{evaluation_group(row.newest.label, *row.key[1:])} {'Points' if row.newest.is_share else 'Reward'}"
         games = "Evaluation games beside the training ones" if row.is_concurrent else "Games that are not trained on"
+        of_groups = by_group.get(row.key, [None] * len(rows))
         charts.append(
             _chart(tag, row.title, f"{games}. Dashed: {row.reference_text}.")
-            | {"share": newest.is_share, "reference": row.reference}
+            | {"share": row.newest.is_share, "reference": row.reference}
             | {"runs": [_evaluations(one, [run]) for one, run in zip(of_runs, runs, strict=True)]}
             | {"groups": [_evaluations(one, of) for one, of in zip(of_groups, members, strict=True)]}
         )
     return charts
 
 
-def _evaluations(rows: Sequence[ResultRow], runs: Sequence[RunData]) -> dict[str, Any] | None:
+def _any(line: Sequence[ResultRow | None]) -> ResultRow:
+    return next(row for row in line if row is not None)
+
+
+def _evaluations(row: ResultRow | None, runs: Sequence[RunData]) -> dict[str, Any] | None:
     """Return the line of one row of a run or of several seeds, if there is one."""
-    if not rows:
+    if row is None:
         return None
-    evaluations = rows[0].evaluations
+    evaluations = row.evaluations
     steps = [one.step for one in evaluations]
     bands = (one.interval if math.isfinite(one.interval[0]) else None for one in evaluations)
     points = [Point(one.value, band, _result(one)) for one, band in zip(evaluations, bands, strict=True)]
@@ -131,7 +132,6 @@ def run_data(run: RunData) -> dict[str, Any]:
         "hours": run.hours,
         "curves": {name: _columns(metric_points(run, name)) for name in run.curves},
         "ladder": list(_ladder_lines(run)),
-        "spikes": [[spike.metric, spike.update, spike.text] for spike in run.spikes],
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),
     }
 

@@ -67,9 +67,6 @@ class Curves {
     this.data = data;
     this.cards = [];
     this.isPrinting = false;
-    this.observer = new IntersectionObserver((entries) => {
-      for (const entry of entries) if (entry.isIntersecting) this.draw(entry.target.card);
-    }, { rootMargin: "300px" });
     $("charts").addEventListener("toggle", () => this.drawLater(), true);
     addEventListener("beforeprint", () => this.print());
     addEventListener("afterprint", () => this.printed());
@@ -84,12 +81,12 @@ class Curves {
     if (own) return own;
     const of = (kind) => this.data[kind].map((one, i) => pointsOf(chart[kind] ? chart[kind][i] : one.curves[name], one));
     const { runs, groups } = this.data, ofRun = of("runs");
-    const line = (i, role) => ({ label: runs[i].label, role, points: ofRun[i], spikes: runs[i].spikes.filter(([metric]) => metric === name) });
+    const line = (i, role) => ({ label: runs[i].label, role, points: ofRun[i] });
     const filled = (lines) => lines.filter((one) => one.points.length);
     if (!this.byGroup) return filled(runs.map((run, i) => line(i, i)));
     return of("groups").flatMap((points, role) => {
       const members = filled(runs.map((run, i) => i).filter((i) => runs[i].group === role).map((i) => line(i, role)));
-      return members.length < 2 ? members : [...members.map((one) => ({ ...one, faint: true })), { label: groups[role].label, role, points, spikes: [] }];
+      return members.length < 2 ? members : [...members.map((one) => ({ ...one, faint: true })), { label: groups[role].label, role, points }];
     });
   }
 
@@ -109,22 +106,19 @@ class Curves {
     if (last.length === 1 && last[0].points.length) latest.append(...emphasised(last[0].points.at(-1).text));
     plot.setAttribute("aria-label", `${chart.title}. ${last.map((line) => line.points.length
       ? `${line.label}: from ${line.points[0].text} to ${line.points.at(-1).text}` : "").join("; ")}`);
-    this.observer.observe(figure);
     this.drawLater();
   }
 
   redraw() {
-    for (const figure of this.cards) {
-      figure.card.isDrawn = false;
-      this.observer.unobserve(figure);
-      this.observer.observe(figure); // first those in view
-    }
+    for (const { card } of this.cards) card.isDrawn = false;
     this.drawLater();
   }
 
-  /** Cards that are not drawn yet. In a closed group they have no size to be drawn in. */
+  /** Cards that are not drawn yet, first those in view. In a closed group they have no size to be drawn in. */
   waiting() {
-    return this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])"));
+    const waiting = this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])"));
+    const isOutside = ({ plot }) => plot.getBoundingClientRect().bottom < 0 || plot.getBoundingClientRect().top > innerHeight;
+    return waiting.sort((a, b) => isOutside(a) - isOutside(b));
   }
 
   /** Draws what waits one by one, when the browser is idle: a printed page or a screenshot shows charts that nobody scrolled to. */
@@ -135,7 +129,8 @@ class Curves {
     const whenIdle = window.requestIdleCallback ?? ((next) => setTimeout(next, 20));
     whenIdle(async () => {
       const [card] = this.isPrinting ? [] : this.waiting();
-      if (card) await this.draw(card);
+      const plotly = card && await plotlyLoaded();
+      if (card && !this.isPrinting) await this.plot(plotly, card);
       this.isAwaited = false;
       if (card) this.drawLater();
       else document.documentElement.dataset.drawn = "true";
@@ -161,17 +156,12 @@ class Curves {
     this.redraw();
   }
 
-  async draw(card) {
-    const plotly = await plotlyLoaded();
-    if (!card.isDrawn && !this.isPrinting) await this.plot(plotly, card);
-  }
-
   plot(plotly, card) {
     card.isDrawn = true;
     const axis = $("x-axis").value === "steps" ? "step" : "hours", ink = colour("ink"), soft = colour("soft"), line = colour("line");
     const lines = this.lines(card).map((one) => ({ ...one, points: one.points.filter((point) => point[axis] !== null) }));
-    const range = card.share ? [-0.02, 1.02] : rangeOf(lines), traces = [], notes = [];
-    for (const { label, role, points, faint, spikes, base } of lines) {
+    const range = card.share ? [-0.02, 1.02] : unlessFlat(lines), traces = [];
+    for (const { label, role, points, faint, base } of lines) {
       const own = colour(base ? "soft" : roleOf(role), faint ? 0.35 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
       const x = points.map((point) => point[axis]);
       if (banded.length > 1) {
@@ -183,17 +173,9 @@ class Curves {
         line: { color: own, width: faint ? 1 : 2, dash: card.own && role ? "dot" : undefined }, marker: { size: 7, color: own, symbol: markOf(role)[0], maxdisplayed: 12 },
         text: points.map(({ text }) => `${plain(label)}: <b>${plain(text).replace(" (", "</b> (")}`),
         hovertemplate: "%{text}<extra></extra>", hoverinfo: faint ? "skip" : undefined, showlegend: Boolean(card.own) });
-      const marked = new Set(spikes?.map(([, update]) => update)), peak = points.reduce((far, point) => (beyond(point.y, range) > beyond(far.y, range) ? point : far), points[0]);
-      for (const point of points) {
-        const isOut = point === peak && beyond(point.y, range) > 0;
-        if (!isOut && !marked.has(point.step)) continue;
-        const isHigh = !range || point.y > (range[0] + range[1]) / 2, isLate = 2 * point[axis] > x[0] + x.at(-1);
-        notes.push({ x: point[axis], y: range ? Math.min(Math.max(point.y, range[0]), range[1]) : point.y, text: `${marked.has(point.step) ? "spike " : ""}${plain(point.text.split(" (")[0])}`,
-          showarrow: true, arrowhead: isOut ? 2 : 6, arrowcolor: ink, ax: isLate ? -34 : 34, ay: isHigh ? 14 : -14, font: { size: 11, color: ink } });
-      }
     }
     const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: soft };
-    const layout = { margin: { l: 44, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font, annotations: notes,
+    const layout = { margin: { l: 44, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font,
       hovermode: "x unified", hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { ...font, color: ink } },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       shapes: card.reference === undefined ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: card.reference, y1: card.reference, line: { color: soft, width: 1.5, dash: "dash" } }],
@@ -217,16 +199,11 @@ function spanOf(values) {
   return values.length ? [first - room, last + room] : undefined;
 }
 
-/** How far a value lies outside of a range. */
-const beyond = (y, range) => (range ? Math.max(range[0] - y, y - range[1]) : 0);
-
-/** A range of the axis that a few outliers do not stretch, and that shows values which hardly differ as such. */
-function rangeOf(lines) {
-  const values = lines.flatMap(({ points }) => points.map((point) => point.y)).sort((a, b) => a - b), at = (share) => values[Math.round(share * (values.length - 1))];
-  const [low, high] = [values[0], values.at(-1)], size = Math.max(Math.abs(low), Math.abs(high)), usual = at(0.95) - at(0.05);
-  if (values.length && high - low < 0.02 * size) return [low - 0.05 * size, high + 0.05 * size];
-  const [least, most] = [Math.max(low, at(0.05) - 2 * usual), Math.min(high, at(0.95) + 2 * usual)];
-  return values.length >= 20 && usual > 0 && (least > low || most < high) ? [least - 0.1 * (most - least), most + 0.1 * (most - least)] : undefined;
+/** A range around values that hardly differ, which would else look like a storm. */
+function unlessFlat(lines) {
+  const values = lines.flatMap(({ points }) => points.map((point) => point.y));
+  const [low, high] = [Math.min(...values), Math.max(...values)], size = Math.max(Math.abs(low), Math.abs(high));
+  return high - low < 0.02 * size ? [low - 0.05 * size, high + 0.05 * size] : undefined;
 }
 
 let plotlyLoading = null;
@@ -313,7 +290,6 @@ function drawCurves(data) {
 const PAGE = 50, LONG = 20000, MODES = ["off", "logprob", "weight"];
 const MODE_NAMES = { off: "no colours", logprob: "log-probability", weight: "importance weight" };
 const ENDS = { natural: "", invalid: "invalid move", truncated: "cut off", void: "void" };
-const PRESETS = { newest: {}, lost: { outcome: "loss" }, invalid: { end: "invalid" } };
 const NARROW = "(max-width: 56rem)";
 const OUTCOMES = { win: "won", draw: "drawn", loss: "lost", na: "single player", mirror: "itself" };
 // Controls, marks of writing direction, separators of lines: what could hide or reorder text is shown by name.
@@ -362,7 +338,6 @@ class Browser {
     this.fillSelects();
     this.form.addEventListener("input", () => this.filter());
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    for (const button of this.form.querySelectorAll("[data-preset]")) button.addEventListener("click", () => this.preset(button.dataset.preset));
     $("list").addEventListener("scroll", () => this.grow());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("hashchange", () => this.follow());
@@ -399,12 +374,6 @@ class Browser {
     fill("env", of((game) => game.env));
     fill("checkpoint", of((game) => game.checkpoint));
     fill("opponent", of((game) => game.opponents), nameOf);
-  }
-
-  preset(name) {
-    for (const field of [...this.form.elements].filter((one) => one.name)) field.value = PRESETS[name][field.name] ?? "";
-    this.filter();
-    if (this.found.length && !matchMedia(NARROW).matches) this.open(this.found[0]);
   }
 
   filter() {
@@ -469,7 +438,7 @@ class Browser {
     const set = [...this.form.elements].filter((field) => field.name && field.value);
     const told = set.map((field) => `${field.labels[0].firstChild.textContent.trim()} “${field.selectedOptions?.[0].textContent ?? field.value}”`);
     return el("li", { class: "note" }, el("p", {}, told.length ? `No kept game has ${told.join(" and ")}.` : "The run kept no games."),
-      told.length ? el("button", { type: "button", onclick: () => this.preset("newest") }, "Show all games") : "");
+      told.length ? el("button", { type: "button", onclick: () => { this.form.reset(); this.filter(); } }, "Show all games") : "");
   }
 
   /** Scrolls the list, not the page, to the chosen game. */
@@ -698,7 +667,7 @@ function parted({ text, close }) {
 }
 
 const promptOf = (turn, around) => (around.length === 2 ? around.join(turn.obs) : around[0]);
-const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value)}`.replace("-", "−");
+const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value)}`;
 const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
 // ---------------------------------------------------------------- start
@@ -710,14 +679,9 @@ for (const box of document.querySelectorAll(".scroll")) {
   new ResizeObserver(mark).observe(box);
 }
 
-/** Copies the text of a button; a browser that does not allow this shows the text instead. */
-const copy = ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.markdown).then(
-  () => { button.textContent = "Copied"; },
-  () => button.replaceWith(el("textarea", { rows: 6, cols: 60, readonly: true, "aria-label": "Results as Markdown" }, button.dataset.markdown)));
-
 async function start() {
   setTheme("auto");
-  $("copy")?.addEventListener("click", copy);
+  $("copy")?.addEventListener("click", ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.markdown).then(() => { button.textContent = "Copied"; }));
   if (!("DecompressionStream" in window)) {
     $("charts").append(el("p", { class: "note" }, "This browser is too old for the curves and the games; any of 2024 or later will do."));
     return;

@@ -29,9 +29,8 @@ from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
 from unstable_lite.errors import UnstableError
 from unstable_lite.tracking.displayed_metrics import duration, is_share
-from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import percent
-from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, to_markdown
+from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown
 from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
@@ -61,26 +60,21 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         "metrics": {name: is_share(name) for name in metrics},
         "games": index,
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
-    environment.filters |= {"duration": duration, "spikes": spike_texts}
     sources = f"style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} {_hash(plotly_js)}"
-    page = environment.get_template("page.html.jinja").render(
+    page = _template().render(
         runs=runs,
         games=read,
         groups=groups,
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         tab=_tab(runs, rows),
         states=[_state(run) for run in runs],
-        results=_results(rows),
+        results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
         commands=_next_commands(runs[0]) if len(runs) == 1 and runs[0].state not in ("running", "paused") else [],
         has_alarms=any(run.alarms() for run in runs),
         steps=[(run, row) for run in runs for row in _steps(run)],
-        evaluations=_evaluation_tables(runs),
+        evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
         matrices=[(run, _matrix(run, of_run)) for run, of_run in read],
         max_in_matrix=MAX_IN_MATRIX,
@@ -93,6 +87,15 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     )
     # Names of files and models may contain characters without UTF-8.
     return page.encode("utf-8", "replace")
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
+    environment.filters |= {"duration": duration, "spikes": spike_texts}
+    return environment.get_template("page.html.jinja")
 
 
 def _hash(script: str) -> str:
@@ -142,13 +145,6 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
     return index, pages
 
 
-def _results(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | None]]:
-    """Return a line for each env and opponent, with the row of each group of runs."""
-    found = dict.fromkeys(row.key for of_group in rows for row in of_group)
-    by_key = [{row.key: row for row in of_group} for of_group in rows]
-    return [[of_group.get(key) for of_group in by_key] for key in sorted(found, key=lambda key: key[0])]
-
-
 def _upcoming(run: RunData) -> str:
     """Return which evaluation comes next; "" if none will."""
     if run.state not in ("running", "paused") or not run.config["run"].get("eval_games"):
@@ -172,13 +168,6 @@ def _next_commands(run: RunData) -> list[tuple[str, str]]:
         (f"evaluate the best checkpoint, {name}", again),
         ("play against it", f"unstable-lite play {shlex.quote(model)}"),
     ]
-
-
-def _evaluation_tables(runs: Sequence[RunData]) -> list[tuple[ResultRow, list[tuple[str, Evaluation]]]]:
-    """Return, for each env and opponent, a row of the first run and the evaluations of all."""
-    lines = ([row for row in line if row] for line in _results([run.rows for run in runs]))
-    of = {id(row): run.label for run in runs for row in run.rows}
-    return [(line[0], [(of[id(row)], one) for row in line for one in row.evaluations]) for line in lines]
 
 
 def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
