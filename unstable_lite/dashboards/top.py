@@ -283,12 +283,12 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
 
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue."""
-    directory = shlex.quote(str(view.directory))
+    directory, model = shlex.quote(str(view.directory)), shlex.quote(f"run:{view.directory}/best")
     steps = [("report", f"unstable-lite report {directory}")]
     with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
         best = find_saved(f"{view.directory}/best").name
-        count = len({line["step"] for line in view.lines("eval")})
-        steps.insert(0, ("best", f"{best}, of {count} evaluations: " + shlex.quote(f"run:{view.directory}/best")))
+        count = len({line["step"] for line in view.lines("eval") if line["step"] and line["label"] != "concurrent"})
+        steps.insert(0, ("best", f"{best}, of {count} evaluation{'s' * (count > 1)}: {model}"))
     if view.ending != "ended" or view.num_updates < view.learning_steps:
         steps.append(("continue", f"unstable-lite run --resume {directory}"))
     return [line for label, text in steps for line in labelled(label, text, 8, width, 3)]

@@ -23,11 +23,10 @@ def describe_strategy(league: LeagueConfig) -> str:
     """Return the name of the sampler, or those of a mixture with their weights and options."""
     if isinstance(league.opponent_sampling_strategy, str):
         return league.opponent_sampling_strategy
-    shown = []
-    for name, options in strategies(league).items():
-        others = ", ".join(f"{key} {value}" for key, value in options.items() if key != "weight")
-        shown.append(f"{name} {options['weight']}" + f" ({others})" * bool(others))
-    return ", ".join(shown)
+    return ", ".join(
+        " ".join([name, *(f"{value}" if key == "weight" else f"{key}={value}" for key, value in options.items())])
+        for name, options in strategies(league).items()
+    )
 
 
 def uses_fixed(league: LeagueConfig) -> bool:

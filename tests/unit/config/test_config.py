@@ -405,7 +405,7 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(
         ("fixed", 1, "fixed, fixed ones: scripted:random"),
         ("pfsp", 1, "pfsp, fixed ones: scripted:random"),
         ({"mirror": 0.3, "fixed": 0.7}, 1, "mirror 0.3, fixed 0.7, fixed ones: scripted:random"),
-        ({"mirror": 1, "lagged": {"weight": 2, "lag_range": [1, 5]}}, 1, "mirror 1, lagged 2 (lag_range [1, 5])"),
+        ({"mirror": 1, "lagged": {"weight": 2, "lag_range": [1, 5]}}, 1, "mirror 1, lagged 2 lag_range=[1, 5]"),
         ("mirror", 2, "mirror (not used"),
     ],
 )
