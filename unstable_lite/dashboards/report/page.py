@@ -1,6 +1,6 @@
 """Write the page: texts and tables by the template, large data compressed.
 
-Owns the page's Content-Security-Policy: only the page's two scripts run, and nothing is loaded. Knows no files of a
+The template's Content-Security-Policy lets only the page's two scripts run, and nothing is loaded. Knows no files of a
 run.
 """
 
@@ -47,20 +47,16 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
     index, pages = _games_data(games)
     groups, read = groups_of(runs), list(zip(runs, games, strict=True))
-    rows = [
-        seeds_rows([run.rows for run in group.runs]) if len(group.runs) > 1 else group.runs[0].rows for group in groups
-    ]
+    rows = [seeds_rows([run.rows for run in group.runs]) for group in groups]
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
-    metrics = dict.fromkeys(name for run in runs for name in run.curves)
     data = {
         "groups": [group_data(group.label, group.runs) for group in groups],
         "runs": [run_data(run) for run in runs],
         "sections": sections(runs, rows),
-        "metrics": {name: is_share(name) for name in metrics},
+        "metrics": {name: is_share(name) for run in runs for name in run.curves},
         "games": index,
     }
-    sources = f"style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} {_hash(plotly_js)}"
     page = _template().render(
         runs=runs,
         games=read,
@@ -72,7 +68,6 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
         commands=_next_commands(runs[0]) if len(runs) == 1 and runs[0].state not in ("running", "paused") else [],
-        has_alarms=any(run.alarms() for run in runs),
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
@@ -81,7 +76,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
         style=style,
-        policy=f"default-src 'none'; {sources}",
+        hashes=f"{_hash(script)} {_hash(plotly_js)}",
         blobs={"plotly": _blob(plotly_js), "data": _blob(json.dumps(data))}
         | {f"games-{number}": _blob(json.dumps(page)) for number, page in enumerate(pages)},
     )
