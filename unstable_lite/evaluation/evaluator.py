@@ -250,12 +250,7 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
         }
         record = new_record(spec)
         await run_game(record, await environments.make(spec), players)
-        console.rule("the end")
-        for reason in dict.fromkeys(str(info["reason"]) for info in record.game_info.values() if info.get("reason")):
-            console.print(reason)
-        for pid, outcome in record.outcomes.items():
-            remark = " by an invalid move" * (pid in record.invalid_pids)
-            console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g})")
+        _show_end(record, names, console)
         return record
 
     def say(text: str) -> None:
@@ -267,3 +262,12 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
         async with opened_env_pool(Path(logs), config.env_timeout_s) as environments:
             console.print("loading …", style="dim")
             return await with_engines(evaluation, Path(logs), say, play_one)
+
+
+def _show_end(record: GameRecord, names: Mapping[int, str], console: Console) -> None:
+    console.rule("the end")
+    for reason in dict.fromkeys(str(info["reason"]) for info in record.game_info.values() if info.get("reason")):
+        console.print(reason)
+    for pid, outcome in record.outcomes.items():
+        remark = " by an invalid move" * (pid in record.invalid_pids)
+        console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g})")

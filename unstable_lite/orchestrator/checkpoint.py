@@ -361,12 +361,7 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
         unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
         evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
-    has_ended = updates >= config.run.learning_steps
-    if has_ended and updates == config.run.learning_steps and config.run.eval_games:
-        lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
-        known = {(line["env_id"], line["opponent"]) for line in lines if line["step"] == updates}
-        has_ended = known.issuperset((env.env_id, env.opponent) for env in config.eval_envs)
-    if has_ended:
+    if _has_ended(directory, config, updates):
         raise UnstableError(f"{directory} already made its {updates} updates. To train further: run.learning_steps=N")
     # In mode `sync`, evaluations that the checkpoint does not contain are repeated: ratings and games depend on them.
     is_made_again = config.run.schedule == "sync" and is_evaluated(config.run, updates)
@@ -385,3 +380,12 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         ) from error
     say(f"resuming after update {updates}, from {checkpoint.directory.name}")
     return checkpoint
+
+
+def _has_ended(directory: Path, config: Config, updates: int) -> bool:
+    """Return whether a run has made all its updates, and the evaluations after the last of them."""
+    if updates != config.run.learning_steps or not config.run.eval_games:
+        return updates >= config.run.learning_steps
+    lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
+    known = {(line["env_id"], line["opponent"]) for line in lines if line["step"] == updates}
+    return known.issuperset((env.env_id, env.opponent) for env in config.eval_envs)

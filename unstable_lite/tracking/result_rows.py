@@ -123,8 +123,12 @@ class ResultRow:
             return change
         low, high = newest.interval
         if high < 0.5:
-            return f"{change}; {'still ' * is_better}loses {100 * newest.losses / newest.n:.0f} of 100"
-        return f"{change}; wins {100 * newest.wins / newest.n:.0f} of 100" if low > 0.5 else f"{change}; about even"
+            return f"{change}; {'still ' * is_better}loses {_of_100(newest.losses, newest.n)}"
+        return f"{change}; wins {_of_100(newest.wins, newest.n)}" if low > 0.5 else f"{change}; about even"
+
+
+def _of_100(games: int, n: int) -> str:
+    return f"{100 if games == n else min(round(100 * games / n), 99)} of 100"
 
 
 def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, str]] = ()) -> list[ResultRow]:

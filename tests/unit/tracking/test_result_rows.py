@@ -70,6 +70,8 @@ def test_row_goes_from_the_first_update_to_the_newest_in_any_order_of_lines() ->
         (50, 104, "open", "better than before; about even"),
         (180, 100, "bad", "worse than before; about even"),
         (180, 20, "bad", "worse than before; loses 90 of 100"),
+        (100, 199, "good", "better than before; wins 99 of 100"),
+        (100, 200, "good", "better than before; wins 100 of 100"),
         (180, 181, "open", "no clear change; wins 90 of 100"),
     ],
 )
