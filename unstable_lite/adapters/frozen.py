@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -184,7 +185,8 @@ def find_saved(word: str) -> Path:
     if not saved:
         raise ConfigError(f"{run} has no checkpoint yet")
     if which == BEST:
-        return saved[_best_update(run, saved)]
+        means = _means(run, saved)
+        return saved[max(means, key=lambda update: (means[update], update))]
     update = max(saved) if which == NEWEST else int(which.removeprefix("ckpt-"))
     if update not in saved:
         there = ", ".join(f"ckpt-{number}" for number in sorted(saved)[-10:])
@@ -192,8 +194,15 @@ def find_saved(word: str) -> Path:
     return saved[update]
 
 
-def _best_update(run: Path, saved: dict[int, Path]) -> int:
-    """Return the update of the saved adapter with the best mean points over all of the run's eval envs.
+def describe_best(run: Path) -> str:
+    """Return the name of the best checkpoint, and the number of those it was chosen from. Raises as `find_saved`."""
+    best = find_saved(f"{run}/{BEST}")
+    count = len(_means(run, by_update(run / "adapters") | by_update(run / "checkpoints")))
+    return f"{best.name}, best of {count} evaluated checkpoint{'s' * (count > 1)}: {shlex.quote(f'run:{run}/{BEST}')}"
+
+
+def _means(run: Path, saved: dict[int, Path]) -> dict[int, float]:
+    """Return the mean points over all of the run's eval envs, by update of the saved adapter.
 
     Only evaluations with a quota count; a single-player env counts with its mean reward; of equal means the newest is
     taken. Raises ConfigError if no saved adapter was evaluated on all eval envs.
@@ -213,7 +222,7 @@ def _best_update(run: Path, saved: dict[int, Path]) -> int:
             f"{run} has no saved checkpoint that was evaluated on all of its eval_envs (run.eval_games, "
             "run.eval_every), so none is the best: name one as run:DIRECTORY/ckpt-N, or use run:DIRECTORY/newest"
         )
-    return max(means, key=lambda update: (means[update], update))
+    return means
 
 
 def _eval_envs(run: Path) -> set[tuple[str, str]]:

@@ -246,12 +246,13 @@ def print_summary(summary: Summary) -> None:
         *[("ended early", text) for text in summary.ended_early],
         ("stale steps dropped", dropped_shown),
         ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
-        ("run directory", directory),
     ]
-    rows += _next_commands(summary)
-    if planned and summary.stopped_by is None:
-        rows.append(("to continue", resume))
-    print_lines(out, key_value_lines(rows))
+    paths = [("run directory", directory), *_next_commands(summary)]
+    if planned and summary.stopped_by is None and summary.checkpoint is not None:
+        paths.append(("to continue", resume))
+    lines = key_value_lines([*rows, *paths]).split("\n")
+    print_lines(out, "\n".join(lines[: len(rows)]))
+    out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # what is copied has no line break of ours
     for line in (*(f"alarm {alarm}" for alarm in summary.alarms), *summary.collapsed):
         print_lines(out, line)
     if summary.stopped_by is not None:
@@ -262,15 +263,14 @@ def print_summary(summary: Summary) -> None:
 
 def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the newest and the best checkpoint, and the commands that come next, to be pasted."""
-    from unstable_lite.adapters.frozen import find_saved
+    from unstable_lite.adapters.frozen import describe_best, find_saved
 
     directory, model = str(summary.directory), f"run:{summary.directory}/best"
-    steps = {one.step for row in summary.results if not row.is_concurrent for one in row.evaluations if one.step}
     if (best := summary.checkpoint) is not None:
         yield "newest adapter", str(best)
     try:
         best = find_saved(model.removeprefix("run:"))
-        yield "best checkpoint", f"{best.name}, best of {len(steps)} evaluation{'s' * (len(steps) > 1)}: {model}"
+        yield "best checkpoint", describe_best(summary.directory)
     except ConfigError:  # none was both evaluated and saved
         model = directory
     yield "games, turn by turn", str(summary.directory / "games.jsonl")

@@ -31,7 +31,7 @@ from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
-from unstable_lite.tracking.spikes import find_spikes
+from unstable_lite.tracking.spikes import Spike, find_spikes
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20
@@ -101,6 +101,7 @@ class RunDirectory:
         """Content of live.json; empty before the run has written it."""
         self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
         self._league, self._league_lines, self._num_in_league = League(), list[dict[str, Any]](), 0
+        self._spikes, self._judged = list[Spike](), 0
 
     def refresh(self) -> None:
         for tail in self._tails.values():
@@ -157,6 +158,12 @@ class RunDirectory:
     def updates(self) -> list[Metrics]:
         """Return the line of metrics of each update."""
         return [line for line in self.lines("metrics") if "run/games" in line]
+
+    def spikes(self) -> list[Spike]:
+        """Return the spikes of the updates; they are looked for only if there are new updates."""
+        if self._judged != len(updates := self.updates()):
+            self._spikes, self._judged = find_spikes(updates), len(updates)
+        return self._spikes
 
     def pace(self) -> Pace | None:
         """Return the rate over the newest updates; None before there are two of them."""
@@ -287,7 +294,7 @@ class RunData(RunDirectory):
         with understood(directory):
             self.refresh()
             self.rows = self.results()
-            self.spikes = find_spikes(self.updates())
+            self.spike_list = self.spikes()
             self._read_metrics()
             for line in self.lines("league"):
                 for uid, (mu, sigma, games, *_) in line["models"].items():
@@ -312,6 +319,8 @@ class RunData(RunDirectory):
         self.steps = sorted({*[*rows][::stride], *[*rows][-1:]})
         """Updates with metrics: all, or every k-th and the last."""
         self.hours = [hours[step] for step in self.steps]
+        self.hours_at = hours
+        """Duration of the run at each update, also at those that are not among `steps`."""
         """Duration of the run at each of `steps`."""
         names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
         kept = [rows[step] for step in self.steps]

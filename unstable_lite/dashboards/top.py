@@ -24,7 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from unstable_lite.adapters.frozen import find_saved
+from unstable_lite.adapters.frozen import by_update, describe_best
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, labelled, sparkline
@@ -33,7 +33,7 @@ from unstable_lite.tracking.displayed_metrics import METRICS, Metric, duration, 
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
 from unstable_lite.tracking.run_directory import PAUSED
-from unstable_lite.tracking.spikes import Spike, find_spikes
+from unstable_lite.tracking.spikes import Spike
 
 REDRAW_S = 2.0
 """Time between two frames, which is that between two states that a run writes to live.json."""
@@ -113,7 +113,7 @@ def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> Rend
     """Draw one frame of exactly this size."""
     header, room = _header(view, width), height - 3
     is_large = width >= MATRIX_WIDTH and height >= MATRIX_HEIGHT
-    last = _workers(view, width, max(3, room // 5), load) if view.is_running else _next_steps(view, width)
+    last = _workers(view, width, max(3, room // 5), load) if _is_up(view) else _next_steps(view, width)
     results = _results(view, width, room - len(last) - 4)
     room -= len(last) + len(results)
     health = _health(view, width, 3 if is_large else 1)
@@ -133,6 +133,11 @@ def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> Rend
     return Group(*lines)
 
 
+def _is_up(view: RunDirectory) -> bool:
+    """Return whether the run goes, or starts: then its lock is held before live.json says so."""
+    return view.is_running or view.state in ("running", "paused")
+
+
 def _header(view: RunDirectory, width: int) -> list[Text]:
     """Return the name of the run, and its state with the time left; other parts are left out if they do not fit."""
     made, planned, totals = view.num_updates, view.learning_steps, view.totals()
@@ -150,7 +155,9 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
         if pace is not None:
             when = f"left {duration(pace.seconds_per_update * (planned - made))}"
             parts.append(f"{pace.games_per_s:.1f} games/s")
-        parts.append(f"{view.latest().get('run/tokens_per_s', 0):,.0f} tokens/s")
+        parts.append(f"{view.latest().get('run/tokens_per_s') or 0:,.0f} tokens/s")
+    elif _is_up(view):
+        state, style, when = "starting", "green", "time left known after update 2"
     elif state == "ended":
         style = "bold"
     line, shown = Text.assemble((state, style), "  update ", (f"{made}/{planned}", "bold")), [when]
@@ -229,10 +236,13 @@ def _words(row: ResultRow, room: int) -> Text:
 def _next_evaluation(view: RunDirectory) -> str:
     """Return when the next evaluation begins, or why none does."""
     run, made = view.config["run"], view.num_updates
-    if not view.config.get("eval_envs") or not (run.get("eval_games") or run.get("num_eval_workers", 16)):
+    has_games = run.get("eval_games") or (run.get("num_eval_workers", 16) and run.get("schedule") != "sync")
+    if not view.config.get("eval_envs") or not has_games:
         return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
-    if not view.is_running:
+    if not _is_up(view):
         return f"the run stopped before {'another' if view.lines('eval') else 'an'} evaluation ended"
+    if not run.get("eval_games"):
+        return "games beside training are a checkpoint's evaluation as soon as it has played its last one"
     every = run.get("eval_every") or view.learning_steps
     following = min(every * (made // every + 1), view.learning_steps)
     first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
@@ -241,7 +251,7 @@ def _next_evaluation(view: RunDirectory) -> str:
 
 def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     """Return alarms and spikes, each in at most `most` rows, games that ended early, and a row for each metric."""
-    alarms, spikes, early = view.alarms()[::-1], find_spikes(view.updates()), Counter[str]()
+    alarms, spikes, early = view.alarms()[::-1], view.spikes(), Counter[str]()
     for name, count in view.latest().items():
         if name.startswith("ended/"):
             early[name.partition(")/")[2]] += int(count)
@@ -265,10 +275,10 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
 
 def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], cells: int) -> list[Text]:
     """Return a row for each metric that has values, with a sparkline of at most `cells` cells."""
-    lines, marked = [], {(spike.metric, spike.update) for spike in spikes}
+    lines, marked, updates = [], {(spike.metric, spike.update) for spike in spikes}, view.updates()
     for metric in metrics:
-        updates = [line for line in view.updates() if metric.n is None or line.get(metric.n)]
-        known = [(line["step"], line[metric.name]) for line in updates if line.get(metric.name) is not None]
+        counted = (line for line in updates if metric.n is None or line.get(metric.n))
+        known = [(line["step"], line[metric.name]) for line in counted if line.get(metric.name) is not None]
         if not known:
             continue
         places = {place for place, (update, _) in enumerate(known) if (metric.name, update) in marked}
@@ -283,13 +293,12 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
 
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue."""
-    directory, model = shlex.quote(str(view.directory)), shlex.quote(f"run:{view.directory}/best")
+    directory = shlex.quote(str(view.directory))
     steps = [("report", f"unstable-lite report {directory}")]
     with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
-        best = find_saved(f"{view.directory}/best").name
-        count = len({line["step"] for line in view.lines("eval") if line["step"] and line["label"] != "concurrent"})
-        steps.insert(0, ("best", f"{best}, of {count} evaluation{'s' * (count > 1)}: {model}"))
-    if view.ending != "ended" or view.num_updates < view.learning_steps:
+        steps.insert(0, ("best", describe_best(view.directory)))
+    is_over = view.ending == "ended" and view.num_updates >= view.learning_steps
+    if not is_over and by_update(view.directory / "checkpoints"):
         steps.append(("continue", f"unstable-lite run --resume {directory}"))
     return [line for label, text in steps for line in labelled(label, text, 8, width, 3)]
 

@@ -130,13 +130,13 @@ ALARMS = {
         "'board'; for other reasons see logs/orchestrator.log",
     ),
     "collapse": Alarm(
-        measured="{detail}; their intervals lie {value:.3f} apart",
+        measured="{detail}; their intervals for all comparisons together lie {value:.3f} apart",
         means="the policy has become worse",
         advice="continue from the best checkpoint (lora.initial_lora_path) with a lower learner.learning_rate or a "
         "learner.kl_coefficient above 0",
     ),
     "decline": Alarm(
-        measured="{detail}; their intervals lie {value:.3f} apart",
+        measured="{detail}; their intervals for all comparisons together lie {value:.3f} apart",
         means="the policy is becoming worse, or relies on a habit that no longer wins",
         advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
         "lower learner.learning_rate or a learner.kl_coefficient above 0",

@@ -20,6 +20,8 @@ from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
+from unstable_lite.tracking.intervals import percent
+from unstable_lite.tracking.result_rows import row_label
 from unstable_lite.tracking.run_directory import LIVE
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
@@ -162,7 +164,7 @@ class Progress:
     def _learned(self) -> Iterator[str]:
         """Yield the newest results, each group with its update, and the reward in training."""
         config, rows = self._parts.plan.config, self._parts.results()
-        rows, step = [row for row in rows if not row.is_concurrent] or rows, -1
+        step = -1
         for row in rows[:MOST_SHOWN]:
             newest, change = row.newest, f" ({row.change_text()})" * (row.change is not None)
             when = f"update {newest.step}{' (before training)' * (not newest.step)}: " * (newest.step != step)
@@ -171,9 +173,22 @@ class Progress:
         if len(rows) > MOST_SHOWN:
             yield f"and {len(rows) - MOST_SHOWN} more"
         if not rows:
-            is_on = config.run.eval_games or config.run.num_eval_workers
-            yield "no evaluation has ended yet" if is_on else "no evaluation, because run.eval_games is 0"
+            yield from self._beside_training() if not config.run.eval_games else ["no evaluation has ended yet"]
         yield from self._reward()
+
+    def _beside_training(self) -> Iterator[str]:
+        """Yield the points of the newest evaluation games beside training, which have no quota."""
+        latest, envs, num_shown = self._parts.tracker.latest, self._parts.plan.config.eval_envs, 0
+        cells = [(env.env_id, env.opponent) for env in envs]
+        for env_id, opponent in cells[:MOST_SHOWN]:
+            name = f"evaluation-{env_id} ({opponent})"
+            if f"{name}/Points" in latest:
+                points, n = percent(latest[f"{name}/Points"]), latest[f"{name}/n"]
+                yield f"{row_label(env_id, opponent, cells)} {points} (n={n:.0f}, beside training)"
+                num_shown += 1
+        if not num_shown:
+            has_games = self._parts.plan.num_eval_workers and envs
+            yield "no evaluation game has ended yet" if has_games else "no evaluation, because run.eval_games is 0"
 
     def _reward(self) -> Iterator[str]:
         """Yield the mean reward of the newest training games of the first env, if there are any."""

@@ -333,7 +333,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
     assert result.locator("th, td:not(.shown)").all_inner_texts() == [
         "random\n50.0 % before training",
         "50.0 %\n40.2–59.8, n = 100",
-        "90.0 %\n82.4–94.5, n = 100",
+        "90.0 %\nafter update 3\n82.4–94.5, n = 100",
         "+40.0\n+27.6 to +50.8",
         "✓ better than before",
     ]

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import pyte
 import pytest
 from rich.console import Console
 
+from fakes import shown_runs
+from unstable_lite.adapters.store import try_lock
 from unstable_lite.dashboards.league import Result
 from unstable_lite.dashboards.run_directory import Pace, RunDirectory
 from unstable_lite.dashboards.text_rows import sparkline
@@ -88,7 +91,8 @@ def frame(view: RunDirectory, width: int, height: int) -> list[str]:
 def shown(directory: Path, width: int = 140, height: int = 45, **live: Any) -> str:
     """Return the frame of the run with these changes of its live.json."""
     path = directory / "live.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | live))
+    if live:
+        path.write_text(json.dumps(json.loads(path.read_text()) | live))
     view = RunDirectory(directory)
     view.refresh()
     return "\n".join(frame(view, width, height))
@@ -153,6 +157,34 @@ def test_run_that_has_ended_shows_no_worker_pace_or_time_left(directory: Path) -
         assert text.split("\n")[1].startswith(f"{state}  update 12/20")
         assert "workers" not in text and "tokens/s, " not in text and "left" not in text and "games/s" not in text
         assert f"unstable-lite report {directory}" in text.replace("\n          ", "")
+
+
+def test_run_that_starts_is_neither_stopped_nor_to_be_resumed(directory: Path) -> None:
+    (directory / "live.json").unlink()
+    assert "not running" in shown(directory)
+    lock = try_lock(directory)
+    assert lock is not None
+    text = shown(directory)
+    os.close(lock)
+    assert "starting" in text and "none yet; they are started first" in text
+    assert "--resume" not in text and "stopped" not in text
+
+
+def test_resume_and_best_are_offered_only_of_checkpoints_that_exist(tmp_path: Path) -> None:
+    stopped = shown_runs.failed(tmp_path / "failed")
+    assert "--resume" not in shown(stopped)
+    (stopped / "checkpoints/ckpt-2").mkdir(parents=True)
+    assert "--resume" in shown(stopped)
+    ended = shown_runs.quickstart(tmp_path / "ended")
+    shutil.rmtree(ended / "checkpoints/ckpt-85")
+    assert "ckpt-255, best of 2 evaluated checkpoints" in shown(ended)
+
+
+def test_run_without_a_quota_of_evaluation_games_announces_none(tmp_path: Path) -> None:
+    run = shown_runs.without_evaluation(tmp_path)
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(re.sub("eval_games = \\d+", "eval_games = 0\nnum_eval_workers = 16", config))
+    assert "before training" not in shown(run) and "games beside training" in shown(run)
 
 
 def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
@@ -290,7 +322,7 @@ def test_line_that_is_not_json_is_named(directory: Path) -> None:
         RunDirectory(directory).refresh()
 
 
-def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> None:
+def test_run_that_has_not_begun_or_lost_its_files_is_shown(directory: Path) -> None:
     for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
         (directory / name).unlink()
         view = RunDirectory(directory)

@@ -48,7 +48,7 @@ def test_games_that_outgrow_the_context_are_kept_counted_and_shown(tmp_path: Pat
     directory = runs.run_directory(tmp_path)
     games = list(read_records(directory / "games.jsonl"))
     assert {(game["end"], game["reason"]) for game in games} >= {("truncated", "context_full"), ("invalid", "")}
-    assert "void" not in {game["end"] for game in games} and ", 0 void" in out
+    assert "void" not in {game["end"] for game in games} and "; 0 void" in out
     full = sum(game["reason"] == "context_full" for game in games)
     assert re.search(rf"^ended early +{full} context_full in {re.escape(ENV)}$", out, re.M)
     assert re.search(r"update 1/1 .* ended early: \d+ context_full in ", out)

@@ -72,7 +72,7 @@ def test_live_view_of_a_finished_run_shows_its_end(finished_run: Path) -> None:
     assert seen.keys() == set(state["registry"]["models"]["uid"])
     assert seen["ckpt-3"][2] >= 6
     out = runs.output_of(runs.run("top", finished_run))
-    for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluations"):
+    for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluated checkpoint"):
         assert fact in out, fact
 
 

@@ -91,12 +91,13 @@ def evaluation_charts(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow
     charts = []
     for of_runs in side_by_side([run.rows for run in runs]):
         row = _any(of_runs)
+        is_one = len({one.reference for one in of_runs if one is not None}) == 1
         tag = f"{evaluation_group(row.newest.label, *row.key[1:])} {'Points' if row.newest.is_share else 'Reward'}"
         games = "Evaluation games beside the training ones" if row.is_concurrent else "Games that are not trained on"
         of_groups = by_group.get(row.key, [None] * len(rows))
         charts.append(
-            _chart(tag, row.title, f"{games}. Dashed: {row.reference_text}.")
-            | {"share": row.newest.is_share, "reference": row.reference}
+            _chart(tag, row.title, f"{games}. Dashed: {row.reference_text}." if is_one else f"{games}.")
+            | {"share": row.newest.is_share, "reference": row.reference if is_one else None}
             | {"runs": [_evaluations(one, [run]) for one, run in zip(of_runs, runs, strict=True)]}
             | {"groups": [_evaluations(one, of) for one, of in zip(of_groups, members, strict=True)]}
         )
@@ -155,8 +156,7 @@ def _mean(values: Sequence[float], is_share: bool) -> Point:
 
 def _hours(runs: Sequence[RunData], steps: Sequence[int]) -> list[float | None]:
     """Return the mean duration of the runs at each of `steps`; None if it is not known."""
-    of_runs = [dict(zip(run.steps, run.hours, strict=True)) for run in runs]
-    known = ([of_run[step] for of_run in of_runs if step in of_run] for step in steps)
+    known = ([run.hours_at[step] for run in runs if step in run.hours_at] for step in steps)
     return [fmean(hours) if hours else None for hours in known]
 
 

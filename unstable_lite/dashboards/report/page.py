@@ -159,10 +159,10 @@ def _next_commands(run: RunData) -> list[tuple[str, str]]:
         return []
     output = str(run.directory / "eval")
     again = shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
-    return [
-        (f"evaluate the best checkpoint, {name}", again),
-        ("play against it", f"unstable-lite play {shlex.quote(model)}"),
-    ]
+    commands = [(f"evaluate the best checkpoint, {name}", again)]
+    if any(row.opponent.partition(",")[0] != "none" for row in run.rows):
+        commands.append(("play against it", f"unstable-lite play {shlex.quote(model)}"))
+    return commands
 
 
 def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
