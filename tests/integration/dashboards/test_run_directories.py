@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fakes import runs
+from fakes import runs, shown_runs
 from unstable_lite import files
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config.reading import read_config
-from unstable_lite.dashboards.run_directory import list_runs
+from unstable_lite.dashboards.report.curves import evaluation_charts
+from unstable_lite.dashboards.run_directory import list_runs, read_runs
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import create_run_directory
@@ -246,3 +247,14 @@ def test_endless_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytes
     assert [len(next(read)["text"]) for _ in range(3)] == [900] * 3
     with pytest.raises(UnstableError, match=r"line 4 .* 1000 bytes"):
         next(read)
+
+
+def test_evaluation_between_the_kept_updates_of_a_long_run_has_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unstable_lite.dashboards.run_directory.MAX_POINTS", 10)
+    (run,) = read_runs([shown_runs.quickstart(tmp_path)])
+    assert 85 not in run.steps
+    chart, *_ = evaluation_charts([run], [run.rows])
+    assert chart["runs"][0]["steps"] == [0, 85, 170, 255]
+    assert None not in chart["runs"][0]["hours"][1:]
