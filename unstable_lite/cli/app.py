@@ -252,7 +252,7 @@ def print_summary(summary: Summary) -> None:
         paths.append(("to continue", resume))
     lines = key_value_lines([*rows, *paths]).split("\n")
     print_lines(out, "\n".join(lines[: len(rows)]))
-    out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # what is copied has no line break of ours
+    out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # copied text must have no line breaks
     for line in (*(f"alarm {alarm}" for alarm in summary.alarms), *summary.collapsed):
         print_lines(out, line)
     if summary.stopped_by is not None:
