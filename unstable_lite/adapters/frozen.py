@@ -178,15 +178,9 @@ def find_saved(word: str) -> Path:
     if match is None:
         raise ConfigError("write run:DIRECTORY/ckpt-N, run:DIRECTORY/newest or run:DIRECTORY/best")
     run, which = Path(match[1]).expanduser(), match[2]
-    if not (run / "checkpoints").is_dir():
-        raise ConfigError(f"{run} is not a run directory: it has no checkpoints/")
-    check_links(run)
-    saved = by_update(run / "adapters") | by_update(run / "checkpoints")
-    if not saved:
-        raise ConfigError(f"{run} has no checkpoint yet")
     if which == BEST:
-        means = _means(run, saved)
-        return saved[max(means, key=lambda update: (means[update], update))]
+        return find_best(run)[0]
+    saved = _saved(run)
     update = max(saved) if which == NEWEST else int(which.removeprefix("ckpt-"))
     if update not in saved:
         there = ", ".join(f"ckpt-{number}" for number in sorted(saved)[-10:])
@@ -194,19 +188,13 @@ def find_saved(word: str) -> Path:
     return saved[update]
 
 
-def describe_best(run: Path) -> str:
-    """Return the name of the best checkpoint, and the number of those it was chosen from. Raises as `find_saved`."""
-    best = find_saved(f"{run}/{BEST}")
-    count = len(_means(run, by_update(run / "adapters") | by_update(run / "checkpoints")))
-    return f"{best.name}, best of {count} evaluated checkpoint{'s' * (count > 1)}: {shlex.quote(f'run:{run}/{BEST}')}"
-
-
-def _means(run: Path, saved: dict[int, Path]) -> dict[int, float]:
-    """Return the mean points over all of the run's eval envs, by update of the saved adapter.
+def find_best(run: Path) -> tuple[Path, str]:
+    """Return the saved adapter with the best mean points over all of the run's eval envs, and a text about it.
 
     Only evaluations with a quota count; a single-player env counts with its mean reward; of equal means the newest is
-    taken. Raises ConfigError if no saved adapter was evaluated on all eval envs.
+    taken. Raises ConfigError as `find_saved`, and if no saved adapter was evaluated on all eval envs.
     """
+    saved = _saved(run)
     results: dict[int, dict[tuple[str, str], float]] = {}
     for line in read_records(run / "eval.jsonl"):
         update = update_of(Path(line["model"]))
@@ -222,7 +210,19 @@ def _means(run: Path, saved: dict[int, Path]) -> dict[int, float]:
             f"{run} has no saved checkpoint that was evaluated on all of its eval_envs (run.eval_games, "
             "run.eval_every), so none is the best: name one as run:DIRECTORY/ckpt-N, or use run:DIRECTORY/newest"
         )
-    return means
+    best, count = saved[max(means, key=lambda update: (means[update], update))], len(means)
+    of = f"best of {count} evaluated checkpoint{'s' * (count > 1)}"
+    return best, f"{best.name}, {of}: {shlex.quote(f'run:{run}/{BEST}')}"
+
+
+def _saved(run: Path) -> dict[int, Path]:
+    if not (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run} is not a run directory: it has no checkpoints/")
+    check_links(run)
+    saved = by_update(run / "adapters") | by_update(run / "checkpoints")
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint yet")
+    return saved
 
 
 def _eval_envs(run: Path) -> set[tuple[str, str]]:

@@ -263,21 +263,21 @@ def print_summary(summary: Summary) -> None:
 
 def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the newest and the best checkpoint, and the commands that come next, to be pasted."""
-    from unstable_lite.adapters.frozen import describe_best, find_saved
+    from unstable_lite.adapters.frozen import find_best
 
     directory, model = str(summary.directory), f"run:{summary.directory}/best"
     if (best := summary.checkpoint) is not None:
         yield "newest adapter", str(best)
     try:
-        best = find_saved(model.removeprefix("run:"))
-        yield "best checkpoint", describe_best(summary.directory)
+        best, text = find_best(summary.directory)
+        yield "best checkpoint", text
     except ConfigError:  # none was both evaluated and saved
         model = directory
     yield "games, turn by turn", str(summary.directory / "games.jsonl")
     yield "curves", shlex.join(["tensorboard", "--logdir", str(summary.directory / "tensorboard")])
     yield "report", _command("report", directory)
     if summary.checkpoint is not None:
-        if any(row.opponent.partition(",")[0] != "none" for row in summary.results):
+        if any(row.has_opponent for row in summary.results):
             yield "play against it", _command("play", model)
         yield "evaluate it again", _command("eval", "base", best, "--output", summary.directory / "eval")
 

@@ -99,6 +99,8 @@ class RunDirectory:
             raise UnstableError(f"{path} cannot be read: {error}") from None
         self.live: dict[str, Any] = {}
         """Content of live.json; empty before the run has written it."""
+        self.is_up = False
+        """Whether the run goes, or starts: then its lock is held before live.json says so."""
         self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
         self._league, self._league_lines, self._num_in_league = League(), list[dict[str, Any]](), 0
         self._spikes, self._judged = list[Spike](), 0
@@ -111,6 +113,7 @@ class RunDirectory:
         except (OSError, ValueError, RecursionError):
             live = None
         self.live = live if isinstance(live, dict) else {}
+        self.is_up = self.is_running or self.state in ("running", "paused")
 
     @property
     def is_running(self) -> bool:
@@ -247,8 +250,7 @@ def _entry(directory: Path) -> RunEntry:
             run.refresh()
             result, metrics = _result(run.results()), run.lines("metrics")
             entry.began = float(metrics[0]["time"]) if metrics else entry.began
-            entry.updates, entry.state = f"{run.num_updates}/{run.learning_steps}", run.state
-            entry.result = result
+            entry.updates, entry.state, entry.result = f"{run.num_updates}/{run.learning_steps}", run.state, result
     except (UnstableError, OSError) as error:
         entry.result = str(error)
     return entry
@@ -318,10 +320,8 @@ class RunData(RunDirectory):
         stride = math.ceil(len(rows) / MAX_POINTS) or 1
         self.steps = sorted({*[*rows][::stride], *[*rows][-1:]})
         """Updates with metrics: all, or every k-th and the last."""
-        self.hours = [hours[step] for step in self.steps]
         self.hours_at = hours
         """Duration of the run at each update, also at those that are not among `steps`."""
-        """Duration of the run at each of `steps`."""
         names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
         kept = [rows[step] for step in self.steps]
         self.curves = {

@@ -24,7 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from unstable_lite.adapters.frozen import by_update, describe_best
+from unstable_lite.adapters.frozen import by_update, find_best
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, labelled, sparkline
@@ -32,7 +32,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.tracking.displayed_metrics import METRICS, Metric, duration, is_share, metrics_of_env
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
-from unstable_lite.tracking.run_directory import PAUSED
+from unstable_lite.tracking.run_directory import PAUSED, next_evaluation
 from unstable_lite.tracking.spikes import Spike
 
 REDRAW_S = 2.0
@@ -113,7 +113,7 @@ def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> Rend
     """Draw one frame of exactly this size."""
     header, room = _header(view, width), height - 3
     is_large = width >= MATRIX_WIDTH and height >= MATRIX_HEIGHT
-    last = _workers(view, width, max(3, room // 5), load) if _is_up(view) else _next_steps(view, width)
+    last = _workers(view, width, max(3, room // 5), load) if view.is_up else _next_steps(view, width)
     results = _results(view, width, room - len(last) - 4)
     room -= len(last) + len(results)
     health = _health(view, width, 3 if is_large else 1)
@@ -131,11 +131,6 @@ def draw(view: RunDirectory, width: int, height: int, load: MachineLoad) -> Rend
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
-
-
-def _is_up(view: RunDirectory) -> bool:
-    """Return whether the run goes, or starts: then its lock is held before live.json says so."""
-    return view.is_running or view.state in ("running", "paused")
 
 
 def _header(view: RunDirectory, width: int) -> list[Text]:
@@ -156,7 +151,7 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
             when = f"left {duration(pace.seconds_per_update * (planned - made))}"
             parts.append(f"{pace.games_per_s:.1f} games/s")
         parts.append(f"{view.latest().get('run/tokens_per_s') or 0:,.0f} tokens/s")
-    elif _is_up(view):
+    elif view.is_up:
         state, style, when = "starting", "green", "time left known after update 2"
     elif state == "ended":
         style = "bold"
@@ -239,14 +234,12 @@ def _next_evaluation(view: RunDirectory) -> str:
     has_games = run.get("eval_games") or (run.get("num_eval_workers", 16) and run.get("schedule") != "sync")
     if not view.config.get("eval_envs") or not has_games:
         return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
-    if not _is_up(view):
+    if not view.is_up:
         return f"the run stopped before {'another' if view.lines('eval') else 'an'} evaluation ended"
     if not run.get("eval_games"):
         return "games beside training are a checkpoint's evaluation as soon as it has played its last one"
-    every = run.get("eval_every") or view.learning_steps
-    following = min(every * (made // every + 1), view.learning_steps)
     first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
-    return f"{first}the next begins after update {following}"
+    return f"{first}the next begins after update {next_evaluation(run, made, view.learning_steps)}"
 
 
 def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
@@ -296,7 +289,7 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     directory = shlex.quote(str(view.directory))
     steps = [("report", f"unstable-lite report {directory}")]
     with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
-        steps.insert(0, ("best", describe_best(view.directory)))
+        steps.insert(0, ("best", find_best(view.directory)[1]))
     is_over = view.ending == "ended" and view.num_updates >= view.learning_steps
     if not is_over and by_update(view.directory / "checkpoints"):
         steps.append(("continue", f"unstable-lite run --resume {directory}"))

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import asdict
@@ -21,7 +21,7 @@ from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
 from unstable_lite.tracking.intervals import percent
-from unstable_lite.tracking.result_rows import row_label
+from unstable_lite.tracking.result_rows import ResultRow, row_label
 from unstable_lite.tracking.run_directory import LIVE
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
@@ -158,13 +158,13 @@ class Progress:
 
     def _answers(self) -> str:
         """Return a line for each of three questions; metrics of an update are those of the last one."""
-        answers = ("Did it learn?", "  ".join(self._learned())), ("Can I believe it?", self._believable())
+        rows = self._parts.results()
+        answers = ("Did it learn?", "  ".join(self._learned(rows))), ("Can I believe it?", self._believable(rows))
         return key_value_lines([*answers, ("How long yet?", self._pace())])
 
-    def _learned(self) -> Iterator[str]:
+    def _learned(self, rows: Sequence[ResultRow]) -> Iterator[str]:
         """Yield the newest results, each group with its update, and the reward in training."""
-        config, rows = self._parts.plan.config, self._parts.results()
-        step = -1
+        config, step = self._parts.plan.config, -1
         for row in rows[:MOST_SHOWN]:
             newest, change = row.newest, f" ({row.change_text()})" * (row.change is not None)
             when = f"update {newest.step}{' (before training)' * (not newest.step)}: " * (newest.step != step)
@@ -197,11 +197,11 @@ class Progress:
             n = latest[reward.name.replace("/reward", "/n")]
             yield f"training {reward.shown(latest)} (n={n:.0f})"
 
-    def _believable(self) -> str:
+    def _believable(self, rows: Sequence[ResultRow]) -> str:
         """Return the numbers of games without a proper end, the staleness, and the alarms."""
         tracker = self._parts.tracker
         items = [f"void games {tracker.void_games}", *self._ended_early()]
-        items += [f"{row.label}: {remark}" for row in self._parts.results() for remark in row.newest.remarks]
+        items += [f"{row.label}: {remark}" for row in rows for remark in row.newest.remarks]
         if "learner/staleness_mean" in tracker.latest:
             items += [METRICS[name].shown(tracker.latest) for name in ("learner/staleness_mean", "learner/entropy")]
         return "  ".join(items) + (self._parts.health.status() or "  no alarm")

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Literal
 
@@ -21,7 +22,7 @@ SCRIPTED = "scripted:"
 OPTIMAL = "scripted:optimal"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResultRow:
     """The policy in one env against one opponent: its evaluations with games, and their change."""
 
@@ -47,6 +48,10 @@ class ResultRow:
         return f"{value}{against(self.opponent)} in {self.env_id}{when}"
 
     @property
+    def has_opponent(self) -> bool:
+        return self.opponent.partition(",")[0] != "none"
+
+    @property
     def value_name(self) -> str:
         return "points" if self.newest.is_share else "mean reward"
 
@@ -59,7 +64,7 @@ class ResultRow:
     def newest(self) -> Evaluation:
         return self.evaluations[-1]
 
-    @property
+    @cached_property
     def change(self) -> Gain | None:
         """Change from the first to the newest evaluation; None if they are the same."""
         return self.change_to(self.newest)
@@ -75,7 +80,7 @@ class ResultRow:
 
     def change_text(self, later: Evaluation | None = None) -> str:
         """Return the change to an evaluation, by default the newest: `+25.2` percentage points, or in reward."""
-        gain = self.change_to(later or self.newest)
+        gain = self.change if later is None else self.change_to(later)
         return "–" if gain is None else self._signed(gain.mean)
 
     @property

@@ -41,7 +41,10 @@ def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, mo
         parts.tracker.evaluations.append(Evaluation.from_json(line))
         Evaluations._say(parts.evaluations, parts.tracker.evaluations[-1])
     progress = Progress(parts)
-    answers = ("Did it learn?", "  ".join(progress._learned())), ("Can I believe it?", progress._believable())
+    answers = (
+        ("Did it learn?", "  ".join(progress._learned(rows := parts.results()))),
+        ("Can I believe it?", progress._believable(rows)),
+    )
     print_lines(console, key_value_lines(answers))
     console.print()
     for table in evaluation_tables(view.results()):

@@ -778,7 +778,7 @@ def test_late_evaluation_is_placed_at_its_own_update(tmp_path: Path) -> None:
     before, after = (line for line in evaluations if line["label"] != "concurrent")
     write_lines(run / "eval.jsonl", before, after | {"step": 20}, after | {"step": 10, "wins": 40, "losses": 60})
     data = RunData(run)
-    assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
+    assert (data.steps, data.hours_at) == ([0, 1, 2], {0: 0.0, 1: 1.0, 2: 2.0})
     assert data.curves["evaluation/of 1"] == [None, 0.5, None]
     (row,) = data.rows
     assert [(one.step, one.value) for one in row.evaluations] == [(0, 0.5), (10, 0.4), (20, 0.9)]

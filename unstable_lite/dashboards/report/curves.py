@@ -130,7 +130,7 @@ def run_data(run: RunData) -> dict[str, Any]:
         "label": run.label,
         "group": run.group,
         "steps": run.steps,
-        "hours": run.hours,
+        "hours": _hours([run], run.steps),
         "curves": {name: _columns(metric_points(run, name)) for name in run.curves},
         "ladder": list(_ladder_lines(run)),
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),

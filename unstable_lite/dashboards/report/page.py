@@ -21,7 +21,7 @@ from typing import Any
 
 import jinja2
 
-from unstable_lite.adapters.frozen import find_saved
+from unstable_lite.adapters.frozen import find_best
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.report.curves import group_data, run_data, sections
@@ -31,6 +31,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.tracking.displayed_metrics import duration, is_share
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown
+from unstable_lite.tracking.run_directory import next_evaluation
 from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
@@ -67,7 +68,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
-        commands=_next_commands(runs[0]) if len(runs) == 1 and runs[0].state not in ("running", "paused") else [],
+        commands=_next_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else [],
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
@@ -142,25 +143,25 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
 
 def _upcoming(run: RunData) -> str:
     """Return which evaluation comes next; "" if none will."""
-    if run.state not in ("running", "paused") or not run.config["run"].get("eval_games"):
+    if not run.is_up or not run.config["run"].get("eval_games"):
         return ""
     if not run.rows:
         return "No evaluation has ended yet. The first one is of the model before training."
-    update, every = run.steps[-1] if run.steps else 0, run.config["run"].get("eval_every") or run.learning_steps
-    return f"The next evaluation begins after update {min(update // every * every + every, run.learning_steps)}."
+    following = next_evaluation(run.config["run"], run.steps[-1] if run.steps else 0, run.learning_steps)
+    return f"The next evaluation begins after update {following}."
 
 
 def _next_commands(run: RunData) -> list[tuple[str, str]]:
     """Return the commands that come next for a run that has stopped, to be pasted."""
     model = f"run:{run.directory}/best"
     try:
-        name = find_saved(model.removeprefix("run:")).name
+        best, _ = find_best(run.directory)
     except UnstableError:  # no checkpoint was both evaluated and saved
         return []
     output = str(run.directory / "eval")
     again = shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
-    commands = [(f"evaluate the best checkpoint, {name}", again)]
-    if any(row.opponent.partition(",")[0] != "none" for row in run.rows):
+    commands = [(f"evaluate the best checkpoint, {best.name}", again)]
+    if any(row.has_opponent for row in run.rows):
         commands.append(("play against it", f"unstable-lite play {shlex.quote(model)}"))
     return commands
 
@@ -174,8 +175,8 @@ def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
 
 def _state(run: RunData) -> str:
     """Return the state, the update, and when the run wrote last."""
-    is_alive, update = run.state in ("running", "paused"), run.steps[-1] if run.steps else 0
-    text = f"{run.state}{',' if is_alive else ' at'} update {update} of {run.learning_steps}"
+    update = run.steps[-1] if run.steps else 0
+    text = f"{run.state}{',' if run.is_up else ' at'} update {update} of {run.learning_steps}"
     if (written := run.live.get("time")) is None:
         return text
     when, now = (datetime.datetime.fromtimestamp(at).astimezone() for at in (written, time.time()))
@@ -189,7 +190,7 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     page shows the model.
     """
     ladder, met = run.league().ladder, run.league().results.games
-    rated = sorted((one for one in ladder if met[one.uid]), key=lambda one: 2 * one.sigma - one.mu)
+    rated = [one for one in ladder if met[one.uid]]
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
     strongest, matters = find_strongest(rated, met), choose(ladder, met, MAX_PRINTED)
