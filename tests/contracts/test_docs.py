@@ -299,9 +299,10 @@ def test_pictures_are_made_from_a_run(run: Path, tmp_path: Path, chromium: str) 
     assert {path.name for path in tmp_path.iterdir()} == {"top.svg", "report.png", "games.png"}
     assert " running " in re.sub(r"&#160;|<[^>]*>", " ", (tmp_path / "top.svg").read_text())
     for name in ("report.png", "games.png"):  # two pixels a pixel of the page
-        assert Image.open(tmp_path / name).size == Image.open(ROOT / "docs" / "pictures" / name).size
-    kept = [ROOT / "docs" / "pictures" / path.name for path in tmp_path.iterdir()]
-    assert max(path.stat().st_size for path in kept) < 300_000
+        with Image.open(tmp_path / name) as made, Image.open(ROOT / "docs" / "pictures" / name) as kept:
+            assert made.size == kept.size
+    sizes = [(ROOT / "docs" / "pictures" / path.name).stat().st_size for path in tmp_path.iterdir()]
+    assert max(sizes) < 300_000
 
 
 def test_tests_that_guard_the_invariants_exist() -> None:

@@ -227,10 +227,11 @@ def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path
 def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
     small = runs.write_small(tmp_path)
-    code, out, err = runs.run_torchless("run", small, engine, steps.format(1), "run.eval_games=0")
-    assert code == 0 and "resumed: False" in out, out + err
-    code, out, err = runs.run_torchless("run", "--resume", runs.run_directory(tmp_path), steps.format(2))
-    assert code == 0 and "resumed: True" in out, out + err
+    for told in (False, True):
+        run = ("--resume", runs.run_directory(tmp_path)) if told else (small, engine)
+        code, out, err = runs.run_torchless("run", *run, steps.format(1 + told), "run.eval_games=0")
+        assert code == 0, out + err
+        assert f"resumed: {told}" in (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
 
 
 @pytest.mark.nightly
