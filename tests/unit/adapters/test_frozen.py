@@ -31,15 +31,8 @@ def write_run(directory: Path, updates: tuple[int, ...], lines: list[dict[str, A
 
 def line(update: int, env: int, points: float | None, label: str = "update", reward: float = 0.0) -> dict[str, Any]:
     env_id, opponent = (*ENVS, (ENVS[0][0], "scripted:random, greedy"))[env]
-    return {
-        "label": label,
-        "model": f"ckpt-{update}",
-        "step": update,
-        "env_id": env_id,
-        "opponent": opponent,
-        "points": points,
-        "mean_reward": reward,
-    }
+    of = {"label": label, "model": f"ckpt-{update}", "step": update, "env_id": env_id, "opponent": opponent}
+    return of | {"points": points, "mean_reward": reward}
 
 
 def found(word: str) -> str:
@@ -125,12 +118,6 @@ def test_name_that_stands_for_no_adapter_is_refused(tmp_path: Path, name: str, s
     with pytest.raises((ConfigError, AdapterError), match=says) as caught:
         find_adapter(name.format(tmp_path))
     assert str(tmp_path) in str(caught.value) or name == "run:best"
-
-
-def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
-    facts = read_facts(write_adapter(tmp_path / "a", small(), base="org/model"))
-    assert (facts.rank, facts.base) == (4, "org/model")
-    assert facts.sizes == {"model.layers.0.self_attn.q_proj": (6, 8)}
 
 
 def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gradient_variance import Moments
 from bench.role_average import RoleAverage
 from bench.shuffled_rewards import ShuffledRewards
 from fakes.game_records import CONTEXT
@@ -64,33 +63,6 @@ def items(make_items: Make) -> list[TrainItem]:
         )
         for item, (game, pid, reward) in zip(make_items(len(games)), games, strict=True)
     ]
-
-
-def test_estimates_are_unbiased_for_units_of_a_known_distribution() -> None:
-    """Units are groups of two games that share a part; the second baseline's gradients are three times the first's."""
-    generator, mean = torch.Generator().manual_seed(0), torch.tensor([0.9, -0.6, 0.0, 0.3], dtype=torch.float64)
-    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 1500
-    signals, variances, apart = [], [], []
-    for _ in range(rounds):
-        moments = Moments()
-        for _ in range(units):
-            shared = shared_std * torch.randn(4, generator=generator, dtype=torch.float64)
-            games = [mean + shared + own_std * torch.randn(4, generator=generator, dtype=torch.float64) for _ in "ab"]
-            moments.add([torch.stack([game, 3 * game]) for game in games])
-        signals.append(moments.signal_K)
-        variances.append(moments.variance_K)
-        apart.append(moments.variance_of_games_K)
-    scales = torch.tensor([1.0, 9.0], dtype=torch.float64)
-    expected = {
-        "signal": (signals, (2 * units) ** 2 * float(mean @ mean)),
-        "variance": (variances, units * 4 * (4 * shared_std**2 + 2 * own_std**2)),
-        "games": (apart, 2 * units * 4 * (shared_std**2 + own_std**2)),
-    }
-    for name, (found, truth) in expected.items():
-        sample = torch.stack(found)
-        error = sample.std(0) / rounds**0.5
-        assert ((sample.mean(0) - truth * scales).abs() < 4 * error).all(), name
-        assert (error < 0.05 * truth * scales).all(), name
 
 
 def gradient_of(plain: Any, items: list[TrainItem], rows: list[int], advantages: list[float]) -> Tensor:
@@ -178,12 +150,8 @@ def test_shuffled_rewards_are_independent_of_the_game_and_keep_each_seats_distri
     assert all(0.72 < share < 0.78 for share in after.values())
     assert {reward for (seat, _), reward in zip(games, given, strict=True) if seat == 1} == {0.0, -5.0, -6.0}
     assert given.count(0.0) == 2, "each seat's first game"
-
-
-def test_envs_are_shuffled_apart() -> None:
-    shuffled = ShuffledRewards()
-    given = [(shuffled(1.0, 0, "a"), shuffled(2.0, 0, "b")) for _ in range(50)]
-    assert given[1:] == [(1.0, 2.0)] * 49
+    apart = [(shuffled(1.0, 2, "a"), shuffled(2.0, 2, "b")) for _ in range(50)]
+    assert apart[1:] == [(1.0, 2.0)] * 49, "envs are shuffled apart"
 
 
 def test_restored_rewards_continue_with_the_same_draws() -> None:

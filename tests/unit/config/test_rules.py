@@ -153,6 +153,7 @@ REFUSED = [
     ),
     ("alarms.identical.threshold = 1.0", "alarms.identical.threshold = 1"),
     ("alarms.staleness.threshold = -1", "alarms.staleness.threshold = -1"),
+    ("alarms.staleness.threshold = inf", "alarms.staleness.threshold = inf"),
     ("alarms.starved.threshold = 0", "alarms.starved.threshold = 0"),
     ("alarms.skipped.updates = 2", "alarms.skipped.updates"),
     ('opponents.base_url = "api.example.com"', "opponents.base_url"),

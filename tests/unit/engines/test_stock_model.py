@@ -35,12 +35,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
     ("GPTNeoX", {}),
     ("Granite", {"logits_scaling": 4.0}),  # has the modules of Llama, but computes something else
-    ("Granite", {"residual_multiplier": 0.99}),
     ("Gemma", {}),
     ("Olmo2", {}),
     ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
     ("Afmoe", {**EXPERTS, "num_dense_layers": 1}),  # passes the mask of its attention by keyword
-    ("Doge", {}),  # so does it
 ]
 
 

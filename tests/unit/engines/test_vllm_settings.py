@@ -124,10 +124,6 @@ def problems_of_servers(**engine: Any) -> list[str]:
     return list(server_problems(EngineConfig(**engine)))
 
 
-def test_urls_may_end_in_v1() -> None:
-    assert [server_url(url) for url in URLS] == ["http://gpu-1:8000", "http://gpu-2:8000"]
-
-
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
@@ -147,11 +143,8 @@ def test_urls_may_end_in_v1() -> None:
 def test_unusable_server_config_is_reported(tmp_path: Path, engine: dict[str, Any], says: str) -> None:
     problems = problems_of_servers(**({"kind": "vllm-server", "adapter_folder": tmp_path} | engine))
     assert any(says in problem for problem in problems), problems
-
-
-def test_server_keys_are_refused_for_other_engines(tmp_path: Path) -> None:
-    problems = problems_of_servers(kind="vllm", urls=URLS, adapter_folder=tmp_path)
-    assert len(problems) == 2 and all("engine.kind = 'vllm-server'" in problem for problem in problems)
+    others = problems_of_servers(kind="vllm", urls=URLS, adapter_folder=tmp_path)
+    assert len(others) == 2 and all("engine.kind = 'vllm-server'" in problem for problem in others)
     assert problems_of_servers(kind="vllm") == []
 
 
@@ -172,6 +165,7 @@ def test_check_finds_problems_and_describes_the_plan(tmp_path: Path) -> None:
     plan = make_plan(config)
     rows = dict(plan.describe())
     assert (rows["engine-0"], rows["engine-1"]) == tuple(f"vllm-server on {url}" for url in URLS)
+    assert [server_url(url) for url in URLS] == ["http://gpu-1:8000", "http://gpu-2:8000"]
     assert str(tmp_path) in rows["adapters to the servers"]
     assert "engine memory" in rows
     assert rows["learner"].startswith("reinforce on ")

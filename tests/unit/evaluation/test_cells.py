@@ -13,7 +13,6 @@ from unstable_lite.evaluation.plan import Cell, as_trained, game_spec, in_rounds
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import ScriptedPlayer
-from unstable_lite.rng import derive_seed
 from unstable_lite.types import GameSpec, Generation, ModelRef
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
@@ -163,10 +162,3 @@ def test_swapped_seats_get_the_same_cards_also_if_moves_differ(env_id: str, name
         differently_played += moves != other_moves
     assert len(deals) > 1
     assert differently_played > 5
-
-
-def test_streams_of_chance_and_of_players_have_different_seeds() -> None:
-    for seed in range(50):
-        streams = [derive_seed(seed, "deal", index) for index in range(5)]
-        streams += [derive_seed(seed, "player", pid) for pid in range(2)]
-        assert len({*streams, seed}) == 8

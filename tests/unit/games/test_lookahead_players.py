@@ -3,8 +3,6 @@
 import copy
 import itertools
 import random
-from collections import defaultdict
-from collections.abc import Callable
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.environments import Environment
+from unstable_lite.games.players import blind
 from unstable_lite.games.players.blind import BlindPlayer, _Games, best_preferences, first_legal
 from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, opponent_problem
 from unstable_lite.games.players.lookahead import (
@@ -27,15 +26,15 @@ from unstable_lite.games.players.lookahead import (
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, RandomLegalPlayer, ScriptedPlayer, legal_actions
 
 VARIANTS = {
-    "TicTacToe-v0-train": 30,
-    "TicTacToe-v0": 10,
-    "ConnectFour-v0-train": 12,
-    "ConnectFour-v0": 5,
-    "ConnectFour-v0-blind-train": 10,
-    "ConnectFour-v0-large-train": 2,
-    "SimpleTak-v0-train": 20,
-    "SimpleTak-v0": 5,
-    "SimpleTak-v0-large-train": 2,
+    "TicTacToe-v0-train": 15,
+    "TicTacToe-v0": 5,
+    "ConnectFour-v0-train": 6,
+    "ConnectFour-v0": 3,
+    "ConnectFour-v0-blind-train": 5,
+    "ConnectFour-v0-large-train": 1,
+    "SimpleTak-v0-train": 10,
+    "SimpleTak-v0": 3,
+    "SimpleTak-v0-large-train": 1,
 }
 """Number of games by env id in which every position is checked."""
 
@@ -75,31 +74,6 @@ def test_greedy_refuses_other_envs_and_other_text(family: str) -> None:
         greedy_actions("Nim-v0-train", "piles")
     with pytest.raises(EnvError):
         GreedyPlayer(f"{family}-v0-train", 0).action("Once upon a time")
-
-
-def play(env_id: str, seed: int, optimal_pid: int) -> dict[int, float]:
-    env = Environment(env_id, 2, seed)
-    players = {optimal_pid: OptimalPlayer(env_id, seed), 1 - optimal_pid: RandomLegalPlayer(env_id, seed + 1)}
-    while True:
-        pid, observation = env.observe()
-        if env.step(players[pid].action(observation)):
-            rewards, info = env.close()
-            assert not any(of_one["invalid_move"] for of_one in info.values())
-            return rewards
-
-
-@pytest.mark.parametrize(
-    ("env_id", "pid", "games", "least"),
-    [
-        ("TicTacToe-v0", 0, 20, 14),
-        ("TicTacToe-v0-train", 1, 20, 12),
-        ("Nim-v0", 0, 8, 8),
-        ("Nim-v0-large-train", 0, 8, 8),
-    ],
-)
-def test_optimal_play_beats_random_play(env_id: str, pid: int, games: int, least: int) -> None:
-    rewards = [play(env_id, seed, pid)[pid] for seed in range(games)]
-    assert min(rewards) >= 0 and sum(rewards) >= least
 
 
 def nim(*piles: int) -> str:
@@ -186,62 +160,12 @@ def is_won(piles: tuple[int, ...]) -> bool:
     )
 
 
-# Kuhn poker
-
-Strategy = Callable[[int, tuple[str, ...]], dict[str, float]]
-"""Strategy: (own card, previous actions) to the probability of each action."""
-
-ENDS = [("check", "check"), ("check", "bet", "fold"), ("check", "bet", "call"), ("bet", "fold"), ("bet", "call")]
-DEALS = list(itertools.permutations(range(3), 2))
-
-
-def payoff(first: int, second: int, end: tuple[str, ...]) -> int:
-    """Return the first player's payoff: bets cost nothing (see test_openspiel_games.py), so a hand is worth one."""
-    folder = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}.get(end)
-    return 1 if (folder == 1 if folder is not None else first > second) else -1
-
-
-def best_response(strategy: Strategy, responder: int) -> float:
-    """Return the exact mean payoff per hand of the best response to `strategy`.
-
-    responder: 0 begins, 1 does not.
-    """
-
-    def value(history: tuple[str, ...], weights: dict[tuple[int, int], float]) -> float:
-        """Return the responder's payoff; `weights` are the probabilities of the possible deals with this history."""
-        if history in ENDS:
-            sign = 1 if responder == 0 else -1
-            return sum(weight * sign * payoff(*deal, history) for deal, weight in weights.items())
-        mover = len(history) % 2
-        actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
-        if mover == responder:
-            return max(value((*history, action), weights) for action in actions)
-        return sum(
-            value(
-                (*history, action),
-                {deal: weight * strategy(deal[mover], history)[action] for deal, weight in weights.items()},
-            )
-            for action in actions
-        )
-
-    own_cards = range(3)
-    return sum(value((), {deal: 1 / 6 for deal in DEALS if deal[responder] == card}) for card in own_cards)
-
-
-def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
-    """Return the action probabilities of `scripted:optimal`, asked as the env asks it."""
-    actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
-    listed = ", ".join(f"'[{action}]'" for action in actions)
-    best = optimal_actions(
-        "KuhnPoker-v0-train", f"Your card is: '{'JQK'[card]}'\n\nYour available actions are: {listed}"
-    )
-    return {action: (f"[{action}]" in best) / len(best) for action in actions}
-
-
-@pytest.mark.parametrize("responder", [0, 1])
-def test_optimal_kuhn_poker_is_unexploitable_unlike_random_play(responder: int) -> None:
-    assert best_response(scripted, responder) == pytest.approx(0, abs=1e-12)
-    assert best_response(lambda *_: defaultdict(lambda: 0.5), responder) > 0.1
+def test_optimal_kuhn_poker_never_folds_because_a_call_costs_nothing() -> None:
+    """A hand is worth one point, however it was bet (see test_openspiel_games.py): only a fold loses a better card."""
+    seen = "Your card is: '{}'\n\nYour available actions are: {}"
+    for card in "JQK":
+        assert optimal_actions("KuhnPoker-v0-train", seen.format(card, "'[fold]', '[call]'")) == ["[call]"]
+        assert optimal_actions("KuhnPoker-v0-train", seen.format(card, "'[check]', '[bet]'"))
 
 
 def test_optimal_refuses_other_envs_and_other_text() -> None:
@@ -283,8 +207,7 @@ def test_first_legal_preference_is_played() -> None:
 
 
 def test_blind_play_of_nim_is_between_random_and_perfect() -> None:
-    blind = points(NIM, SCRIPTED_PLAYERS["scripted:blind-random"], RandomLegalPlayer, 300)
-    assert 0.63 < blind < 0.76
+    assert 0.63 < points(NIM, SCRIPTED_PLAYERS["scripted:blind-random"], RandomLegalPlayer, 200) < 0.76
     assert points(NIM, OptimalPlayer, RandomLegalPlayer, 40) > 0.97
 
 
@@ -305,8 +228,9 @@ def test_searched_points_match_play_and_no_single_move_improves_them() -> None:
     assert max(map(games.exact_points, shuffled)) < exact
 
 
-def test_game_without_a_board_is_searched_by_sampled_play() -> None:
-    best = best_preferences("KuhnPoker-v0-short-train", RandomLegalPlayer, 1)
+def test_game_without_a_board_is_searched_by_sampled_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blind, "SAMPLED_CLIMBS", 1)
+    best = best_preferences.__wrapped__("KuhnPoker-v0-short-train", RandomLegalPlayer, 1)
     assert sorted(best) == ["[bet]", "[call]", "[check]", "[fold]"]
     assert best.index("[call]") < best.index("[fold]")
     assert best.index("[bet]") < best.index("[check]")

@@ -112,16 +112,6 @@ def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(e
     assert len(prompts_of) == len(told_by) > 1
 
 
-def test_known_numbers_of_states_are_reached() -> None:
-    def count(env_id: str) -> int:
-        return len({prompt(state, pid) for state in all_decisions(load_game(env_id)) for pid in acting(state)})
-
-    assert count("openspiel:kuhn_poker") == 12
-    assert count("openspiel:leduc_poker") == 936
-    assert count("openspiel:tic_tac_toe") == 4520, "the boards with a player to move"
-    assert count("openspiel:liars_dice(dice_sides=3)") == 192
-
-
 @pytest.mark.parametrize("env_id", [GOOFSPIEL, "openspiel:matrix_rps", "openspiel:matrix_brps", "openspiel:matrix_mp"])
 def test_turn_based_form_has_the_prompts_of_the_simultaneous_one(env_id: str) -> None:
     game = load_game(env_id)
@@ -289,16 +279,17 @@ def faults_of(name: str, playouts: int, most_moves: int = 30) -> set[str]:
     return {fault for fault, is_found in (("forgets", forgets), ("leaks", leaks)) if is_found}
 
 
-@pytest.mark.parametrize("playouts", [20, pytest.param(240, marks=pytest.mark.nightly)])
-def test_prompts_hold_what_their_seat_saw_and_did(playouts: int) -> None:
+@pytest.mark.nightly
+def test_prompts_hold_what_their_seat_saw_and_did() -> None:
     known = {name for name in hidden_games() if information_fault(PREFIX + name) is not None}
-    most = {name: playouts // 10 if name in SLOW else playouts for name in hidden_games()}
+    most = {name: 24 if name in SLOW else 240 for name in hidden_games()}
     found = {name: faults_of(name, max(60, number) if name in known else number) for name, number in most.items()}
     faulty = {name for name, faults in found.items() if faults - ({"leaks"} if name in PUBLIC else set())}
     assert known - set(RARE) <= faulty <= known
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in RARE])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RARE)
 def test_rare_fault_of_a_prompt_is_still_there(name: str) -> None:
     assert faults_of(name, RARE[name]) == {"forgets"}
 

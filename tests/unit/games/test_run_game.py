@@ -17,9 +17,9 @@ from unstable_lite.errors import ConfigError, RequestError
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.environments import Environment, outcomes_from_rewards
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.policy import Generates, PolicyPlayer
+from unstable_lite.games.players.policy import Generates
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.games.templates import TEMPLATES, format_prompt
+from unstable_lite.games.templates import format_prompt
 from unstable_lite.learner.critic import _is_capped
 from unstable_lite.rollout.run_game import GameRunner, new_record, run_game
 from unstable_lite.types import FinishReason, GameRecord, GameSpec, Generation, ModelRef
@@ -136,14 +136,9 @@ async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
     assert first.context.end == second.context.end == "invalid"
 
 
-async def test_same_spec_and_actions_give_the_same_record() -> None:
-    first, second = [await played(tictactoe(POLICY, RANDOM, seed=12)) for _ in range(2)]
-    assert first.turns == second.turns
-    assert first.rewards == second.rewards
-
-
 async def test_invalid_move_is_marked_only_on_its_players_last_step() -> None:
-    record = await played(tictactoe(POLICY, RANDOM), saying(lambda *_: "no box here"))
+    record = await played(tictactoe(POLICY, RANDOM), saying(lambda *_: "no box here" * 1000))
+    assert len(record.turns[0].action) == 2000 < len(record.turns[0].text), "the env gets no endless answer"
     (step,) = record.trajectories[0].steps
     assert record.end == "invalid"
     assert record.invalid_pids == (0,)
@@ -298,12 +293,6 @@ async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
     assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
 
 
-async def test_endless_answer_is_cut_before_it_reaches_the_env() -> None:
-    record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "[" + "9" * 10_000 + "]"))
-    assert len(record.turns[0].action) == 2000
-    assert len(record.turns[0].text) > 10_000
-
-
 async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
     def breaks(prompt: str, turn: int) -> str:
         if turn == 2:
@@ -332,8 +321,3 @@ async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, 
     record = await played(several(env_id, num_players, seed=2), saying(lambda *_: text))
     assert set(record.rewards) == set(range(num_players))
     assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)
-
-
-def test_policy_player_needs_a_model_that_the_engines_serve() -> None:
-    with pytest.raises(AssertionError):
-        PolicyPlayer(first_legal_cell, TEMPLATES["tiny"], seat(RANDOM).agent_specs[0], 2)

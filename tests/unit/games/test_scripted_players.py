@@ -107,17 +107,6 @@ def test_all_legal_actions_are_equally_likely() -> None:
     assert all(900 < count < 1100 for count in counts.values()), counts
 
 
-def test_same_seed_gives_same_actions_without_the_global_stream() -> None:
-    observation = "Current Pile:\n  pile 0: 5\n  pile 1: 9"
-    before = random.getstate()
-    draws = [
-        [random_legal_action("Nim-v0", observation, rng) for _ in range(20)]
-        for rng in (random.Random(7), random.Random(7))
-    ]
-    assert draws[0] == draws[1]
-    assert random.getstate() == before
-
-
 def test_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
     observation = (
         "\nNew round - Remaining dice: \tPlayer 0: 1; \tPlayer 1: 2"

@@ -34,23 +34,14 @@ def test_templates_of_the_reference_exist_and_earlier_names_give_the_same_text()
 
 
 @pytest.mark.parametrize("name", ASKING)
-@pytest.mark.parametrize("num_players", [1, 2, 3, 7])
-def test_prompt_asks_for_reasoning_and_a_boxed_answer(name, num_players):
-    prompt = format_prompt(name, "THE BOARD", num_players)
-    assert prompt.count("THE BOARD") == 1
-    assert r"\boxed{}" in prompt
-    assert "step by step" in prompt
-
-
-@pytest.mark.parametrize("name", [name for name in ASKING if name != "qwen3"])
-def test_number_of_players_is_stated_correctly(name):
-    alone, two, many = (format_prompt(name, "o", n) for n in (1, 2, 7))
-    assert "single-player" in alone
-    assert "zero-sum" not in alone
-    assert "opponent" not in alone
-    assert "two-player" in two
-    assert "7-player" in many
-    assert "two-player" not in many
+def test_prompt_asks_for_reasoning_and_a_boxed_answer_and_states_the_number_of_players(name):
+    alone, two, many = prompts = [format_prompt(name, "THE BOARD", n) for n in (1, 2, 7)]
+    for prompt in prompts:
+        assert prompt.count("THE BOARD") == 1
+        assert r"\boxed{}" in prompt and "step by step" in prompt
+    if name != "qwen3":
+        assert "single-player" in alone and "zero-sum" not in alone and "opponent" not in alone
+        assert "two-player" in two and "7-player" in many and "two-player" not in many
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -68,12 +59,15 @@ def test_template_names_its_game_begins_bare_and_stops_before_the_next_turn(name
         ("qwen3-zs", "<|im_start|>assistant\n"),
         ("qwen3-sp", "<|im_start|>assistant\n"),
         ("qwen3-reasoning", "<|im_start|>assistant\n<think>"),
+        ("default-think", "<think>"),
         ("gemma3-zs", "<start_of_turn>model\n"),
         ("llama-instruct-zs", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
     ],
 )
 def test_prompt_ends_where_the_answer_begins(name, end):
     assert format_prompt(name, "o", 2).endswith(end)
+    with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
+        format_prompt(name.replace("-", "_"), "o", 2)
 
 
 @pytest.mark.parametrize("observation", ["{observation}", "{", "{0} {game}", r"\boxed{1}", "100 %s"])
@@ -89,16 +83,6 @@ def test_opponent_text_cannot_end_our_players_turn(name):
     for mark in ("<|im_end|>", "<|im_start|>", "<end_of_turn>", "<|eot_id|>", "<|start_header_id|>"):
         assert attacked.count(mark) == clean.count(mark)
     assert "I give up" in attacked
-
-
-def test_unknown_template_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="did you mean 'qwen3-zs'"):
-        format_prompt("qwen3_zs", "o", 2)
-
-
-@pytest.mark.parametrize(("name", "thinking"), [("default", "default-think"), ("qwen3-sp", "qwen3-reasoning")])
-def test_prompt_may_start_the_thinking(name, thinking):
-    assert format_prompt(thinking, "o", 2) == format_prompt(name, "o", 2) + "<think>"
 
 
 # custom templates
@@ -241,14 +225,6 @@ def test_text_taken_from_a_box_has_balanced_braces(parts):
     assert depth == 0
     assert "[" in action
     assert action in text or action[1:-1] in text
-
-
-@given(st.text(alphabet="ab {}\n", max_size=10).map(lambda s: s.replace("{", "").replace("}", "")))
-def test_content_of_the_last_box_is_extracted(content):
-    action, is_right = extract(f"\\boxed{{9}} so \\boxed{{{content}}}.")
-    assert is_right == bool(content.strip())
-    if is_right:
-        assert action == f"[{content.strip()}]"
 
 
 @pytest.mark.timeout(10)  # a quadratic parser would take minutes

@@ -100,27 +100,6 @@ def test_curriculum_does_not_chase_noise():
     assert played["B"] > 2 * played["A"]
 
 
-def test_variance_factor_matches_simulated_averages():
-    fast, slow = 0.05, 0.01
-    for games in (2, 30, 300):
-        rewards = np.random.default_rng(0).standard_normal((20_000, games))
-        ages = np.arange(games)[::-1]
-        weights = [(1 - rate) ** ages / ((1 - rate) ** ages).sum() for rate in (fast, slow)]
-        simulated = (rewards @ (weights[0] - weights[1])).var()
-        sampler = make_curriculum(fast=fast, slow=slow)
-        for _ in range(games):
-            sampler.update("A", 1.0, None)
-        assert sampler._variance_factor("A") == pytest.approx(simulated, rel=0.05)
-
-
-def test_envs_without_progress_are_drawn_equally():
-    sampler = make_curriculum()
-    assert sampler.probabilities() == [1 / 3] * 3
-    for env_id in "ABCAAB":
-        sampler.update(env_id, 0.7, -0.7)
-    assert sampler.probabilities() == pytest.approx([1 / 3] * 3)
-
-
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.floats(-1, 1)), max_size=60), st.floats(0.01, 1))
 def test_curriculum_is_a_distribution_that_includes_every_env(games, min_share):
     sampler = make_curriculum(min_share=min_share)
@@ -129,6 +108,8 @@ def test_curriculum_is_a_distribution_that_includes_every_env(games, min_share):
     probabilities = sampler.probabilities()
     assert sum(probabilities) == pytest.approx(1)
     assert min(probabilities) >= min_share / 3 - 1e-12
+    if len({reward for _, reward in games}) < 2:
+        assert probabilities == pytest.approx([1 / 3] * 3), "no env makes progress"
 
 
 # models
@@ -312,13 +293,10 @@ def test_mixture_needs_one_positive_weight_per_part(weights):
 # by name
 
 
-def test_lag_comes_from_the_config():
-    config = make_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3])
-    assert set(drawn(build_model_sampler(config, make_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
-
-
 def test_strategy_table_sets_weights_and_options():
     strategy = {"mirror": 3, "pfsp": {"weight": 1, "prior_games": 8.0, "weighting": "even"}, "lagged": {}}
+    lagged = make_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3])
+    assert set(drawn(build_model_sampler(lagged, make_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
     config = make_config(opponent_sampling_strategy=strategy, fixed_opponents=[])
     mixture = build_model_sampler(config, make_registry(1), random.Random(0))
     assert mixture.weights == [3, 1, 1.0]
@@ -420,13 +398,6 @@ def test_sampler_that_does_not_take_the_env_is_refused_with_the_arguments(name, 
 class Oldest(samplers.BaseModelSampler):
     def sample_opponent(self, env_id):
         return self.registry.checkpoints()[0].ref
-
-
-def test_custom_sampler_is_found_by_module_and_name():
-    config = make_config(1, opponent_sampling_strategy=f"{__name__}:Oldest", fixed_opponents=["x"])
-    registry = make_registry(3)
-    assert build_model_sampler(config, registry, random.Random(0)).sample_opponent("A").uid == "base"
-    assert [meta.name for meta in registry.fixed("A")] == ["x"]
 
 
 class NoSampler:
@@ -546,10 +517,6 @@ def test_every_problem_of_a_league_is_found_before_the_run(num_actors, league, m
     assert message in problem
 
 
-def test_all_problems_are_reported_at_once():
-    assert len(check_league(make_config(1, opponent_lag=[7, 1], env_sampling_strategy="uniform"))) == 3
-
-
 def test_anchor_is_random_play_or_the_first_fixed_opponent():
     evaluated = [("A", "x"), ("A", "scripted:random"), ("B", "x"), ("B", "y")]
     config = Config(
@@ -562,11 +529,7 @@ def test_anchor_is_random_play_or_the_first_fixed_opponent():
         league=LeagueConfig(opponent_sampling_strategy="fixed", fixed_opponents=("z",)),
     )
     assert anchors(config) == {"A": "scripted:random", "B": "x", "C": "z"}
-
-
-def test_frozen_player_is_the_anchor_only_if_there_is_no_other():
-    env = TrainEnvSpec(env_id="A", num_players=2, num_actors=1, fixed_opponents=("base", "run:x/best"))
-    config = Config(train_envs=(env,), league=LeagueConfig(opponent_sampling_strategy="fixed"))
-    assert anchors(config) == {"A": "base"}
-    met = env.model_copy(update={"fixed_opponents": ("base", "scripted:greedy")})
-    assert anchors(config.model_copy(update={"train_envs": (met,)})) == {"A": "scripted:greedy"}
+    for fixed, anchor in ((("base", "run:x/best"), "base"), (("base", "scripted:greedy"), "scripted:greedy")):
+        env = TrainEnvSpec(env_id="A", num_players=2, num_actors=1, fixed_opponents=fixed)
+        config = Config(train_envs=(env,), league=LeagueConfig(opponent_sampling_strategy="fixed"))
+        assert anchors(config) == {"A": anchor}, "a frozen player is the anchor only if there is no other"

@@ -102,13 +102,6 @@ def test_split_trajectory_is_refused():
         estimate_advantages([step(0, 1), step(0, 2), step(0, 1)], np.zeros(3), 1.0, 1.0)
 
 
-def test_normalized_advantages_have_mean_0_and_deviation_1():
-    given = np.array([1.0, 4.0, -2.0, 0.5])
-    items = [step(reward, trajectory) for trajectory, reward in enumerate(given)]
-    assert policy_weights(items, given, 1.0, True, Spread()) == pytest.approx(z_scores(given.tolist()))
-    assert policy_weights(items, given, 1.0, False, Spread()) == pytest.approx(given)
-
-
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_critic_error_is_ignored_if_all_returns_are_equal(is_normalized):
     items = [step(0.0, 0), step(1.0, 0), step(1.0, 1), step(0.0, 2), step(0.0, 2), step(1.0, 2)]

@@ -1,22 +1,9 @@
-"""The conversion of a buffer's batch for the learner, and the buffer of each algorithm."""
-
-import pytest
+"""The conversion of a buffer's batch for the learner."""
 
 from fakes.game_records import make_generation, make_step, make_trajectory
-from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
-from unstable_lite.orchestrator.run import Run
-from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.planning.plan import make_plan
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.types import PlayerTrajectory
-
-ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
-
-
-def plan_of(algorithm: str) -> Config:
-    return make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm})).config
 
 
 def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTrajectory:
@@ -50,16 +37,3 @@ async def test_single_steps_are_separate_trajectories():
     items = train_items(await buffer.get_batch(4, 1))
     assert [item.trajectory for item in items] == [0, 1, 2, 3]
     assert [item.reward for item in items] == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "kind"), [("reinforce", StepBuffer), ("a2c", EpisodeBuffer), ("ppo", EpisodeBuffer)]
-)
-def test_each_algorithm_gets_its_kind_of_buffer(algorithm, kind):
-    assert type(make_buffer(plan_of(algorithm))) is kind
-
-
-def test_buffer_of_the_wrong_kind_is_refused():
-    for algorithm, buffer in (("a2c", StepBuffer(10)), ("reinforce", EpisodeBuffer(10))):
-        with pytest.raises(ConfigError, match=f"{algorithm} .*{type(buffer).__name__}"):
-            Run(make_plan(plan_of(algorithm)), buffer=buffer)

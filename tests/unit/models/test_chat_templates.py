@@ -41,30 +41,6 @@ def tokenizer_with(directory: Path, chat_template: str | None, **special: str) -
     return Tokenizer(str(directory))
 
 
-@pytest.mark.parametrize("name", CHAT_TEMPLATES)
-@pytest.mark.parametrize("num_players", [1, 2, 5])
-def test_chat_prompt_equals_the_tokenizers_own_tokens(tmp_path: Path, name: str, num_players: int) -> None:
-    tokenizer = tokenizer_with(tmp_path, THINKING)
-    observation = "[GAME] The board {is} 100 % empty.\n ä 🎲"
-    prompt = template_of(tokenizer, chat_config(name)).prompt(observation, num_players)
-    chat = CHAT_TEMPLATES[name]
-    *systems, user, _ = prompt.split("<|im_end|>\n")
-    assert len(systems) == bool(chat.system)
-    own = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        [
-            *({"role": "system", "content": text.removeprefix("<|im_start|>system\n")} for text in systems),
-            {"role": "user", "content": user.removeprefix("<|im_start|>user\n")},
-        ],
-        add_generation_prompt=True,
-        enable_thinking=chat.thinking,
-        return_dict=False,
-    )
-    assert tokenizer.encode(prompt).tolist() == own
-    assert observation in user and r"\boxed{}" in user and "{game}" not in prompt
-    assert ("single-player" in user) == (num_players == 1 and name != "question")
-    assert prompt.endswith("assistant\n" if chat.thinking else "</think>\n\n")
-
-
 def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path: Path) -> None:
     tokenizer_with(tmp_path, GEMMA, bos_token="<bos>")
     file = tmp_path / "tokenizer.json"

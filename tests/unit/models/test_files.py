@@ -46,9 +46,8 @@ def problems_of(model: Path | str, template: str = "chat") -> list[str]:
     return find_problems(Config.model_validate({"model_name": str(model), "engine": lengths, "train_envs": [env]}))
 
 
-def edit(model: Path, file: str = "config.json", **fields: Any) -> None:
-    table = json.loads((model / file).read_text())
-    (model / file).write_text(json.dumps(table | fields))
+def edit(file: str = "config.json", **fields: Any) -> Callable[[Path], Any]:
+    return lambda model: (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | fields))
 
 
 def rewrite(model: Path, change: Callable[[dict[str, Any]], object], file: str = WEIGHTS) -> None:
@@ -133,7 +132,7 @@ def vocabulary_beyond(model: Path) -> None:
 def named_templates(templates: object) -> Callable[[Path], Any]:
     def change(model: Path) -> None:
         (model / "chat_template.jinja").unlink()
-        edit(model, CONFIG, chat_template=templates)
+        edit(CONFIG, chat_template=templates)(model)
 
     return change
 
@@ -173,11 +172,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "layer lacks its attention": (drop("layers.2.self_attn"), "layer 2 lacks", "self_attn.k_norm.weight"),
     "layer lacks one norm": (drop("layers.0.input_layernorm"), "layer 0 lacks", "input_layernorm.weight"),
     "layer is missing": (drop("layers.1."), "no layer 1", "num_hidden_layers = 3"),
-    "more layers than configured": (lambda model: edit(model, num_hidden_layers=2), "have a layer 2", "= 2"),
+    "more layers than configured": (edit(num_hidden_layers=2), "have a layer 2", "= 2"),
     "layer of another shape": (shape("layers.1.mlp.up_proj", 64), "layer 1", "mlp.up_proj.weight in another shape"),
     "no embedding": (drop("embed_tokens"), "no rows", "vocab_size"),
     "fewer rows than vocab_size": (shape("embed_tokens", 200), "200 rows", "vocab_size = 288"),
-    "more rows than vocab_size": (lambda model: edit(model, vocab_size=280), "288 rows", "vocab_size = 280"),
+    "more rows than vocab_size": (edit(vocab_size=280), "288 rows", "vocab_size = 280"),
     "word beyond the embedding": (vocabulary_beyond, TOKENIZER, "'longword' (id 400)"),
     "added token beyond the embedding": (add_token("[rock]", 300, False), TOKENIZER, "'[rock]' (id 300)"),
     "markup beyond the embedding": (add_token("<|im_end|>", 301, True), TOKENIZER, "'<|im_end|>' (id 301)"),
@@ -187,54 +186,42 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "tokenizer config is a list": (write("tokenizer_config.json", "[]"), "tokenizer_config.json", "not a JSON object"),
     "config is cut off": (cut("config.json", 40), "config.json", "cannot be read"),
     "generation config is cut off": (cut("generation_config.json", 20), "generation_config.json", "cannot be read"),
-    "size is text": (lambda model: edit(model, hidden_size="64"), "config.json", "hidden_size = '64'"),
-    "size is zero": (lambda model: edit(model, num_attention_heads=0), "config.json", "num_attention_heads = 0"),
-    "size is a fraction": (
-        lambda model: edit(model, intermediate_size=128.5),
-        "config.json",
-        "intermediate_size = 128.5",
-    ),
+    "size is text": (edit(hidden_size="64"), "config.json", "hidden_size = '64'"),
+    "size is zero": (edit(num_attention_heads=0), "config.json", "num_attention_heads = 0"),
+    "size is a fraction": (edit(intermediate_size=128.5), "config.json", "intermediate_size = 128.5"),
     "number of positions is text": (
-        lambda model: edit(model, max_position_embeddings="1k"),
+        edit(max_position_embeddings="1k"),
         "config.json",
         "max_position_embeddings = '1k'",
     ),
-    "size of the vocabulary is a list": (
-        lambda model: edit(model, vocab_size=["288"]),
-        "config.json",
-        "['288'] is not",
-    ),
-    "text config is text": (lambda model: edit(model, text_config="llama"), "config.json", "text_config = 'llama'"),
-    "types of layers are a number": (lambda model: edit(model, layer_types=1), "config.json", "layer_types = 1 is not"),
-    "soft cap is text": (lambda model: edit(model, attn_logit_softcapping="x"), "config.json", "is not the config"),
+    "size of the vocabulary is a list": (edit(vocab_size=["288"]), "config.json", "['288'] is not"),
+    "text config is text": (edit(text_config="llama"), "config.json", "text_config = 'llama'"),
+    "types of layers are a number": (edit(layer_types=1), "config.json", "layer_types = 1 is not"),
+    "soft cap is text": (edit(attn_logit_softcapping="x"), "config.json", "is not the config"),
     "more layers that predict than memory": (
-        lambda model: edit(model, num_hidden_layers=2, num_nextn_predict_layers=1 << 40, vocab_size=280),
+        edit(num_hidden_layers=2, num_nextn_predict_layers=1 << 40, vocab_size=280),
         "model",
         "vocab_size = 280",
     ),
     "reward model": (
-        lambda model: edit(model, architectures=["Qwen3ForSequenceClassification"]),
+        edit(architectures=["Qwen3ForSequenceClassification"]),
         "config.json",
         "not a causal language model",
     ),
     "quantised by an unknown method": (
-        lambda model: edit(model, quantization_config={"quant_method": "magic"}),
+        edit(quantization_config={"quant_method": "magic"}),
         "config.json",
         "does not know quant_method = 'magic'",
     ),
-    "quantised by a text": (lambda model: edit(model, quantization_config="fp8"), "config.json", "is not of type dict"),
+    "quantised by a text": (edit(quantization_config="fp8"), "config.json", "is not of type dict"),
     "8-bit weights without scales": (
-        lambda model: [edit(model, quantization_config={"quant_method": "fp8"}), eight_bits(model)],
+        lambda model: [edit(quantization_config={"quant_method": "fp8"})(model), eight_bits(model)],
         UP,
         "have no scale",
     ),
-    "end token of another model": (
-        lambda model: edit(model, GENERATION, eos_token_id=[1, 151645]),
-        GENERATION,
-        "below vocab_size",
-    ),
+    "end token of another model": (edit(GENERATION, eos_token_id=[1, 151645]), GENERATION, "below vocab_size"),
     "begin token that the tokenizer has not": (
-        lambda model: edit(model, CONFIG, bos_token="<s>"),
+        edit(CONFIG, bos_token="<s>"),
         TOKENIZER,
         "has no '<s>', which tokenizer_config.json names",
     ),
@@ -243,8 +230,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "model",
         "needs the package sentencepiece",
     ),
-    "unknown type": (lambda model: edit(model, model_type="qwen9"), "config.json", "model_type = 'qwen9'"),
-    "quantised by GPTQ": (lambda model: edit(model, **GPTQ), "config.json", "needs the package gptqmodel"),
+    "unknown type": (edit(model_type="qwen9"), "config.json", "model_type = 'qwen9'"),
+    "quantised by GPTQ": (edit(**GPTQ), "config.json", "needs the package gptqmodel"),
     "template ends in a tag": (template("{% for m in messages %}{{ m.content"), "chat_template.jinja", "SyntaxError"),
     "template imports": (template("{% import 'x' as y %}{{ messages[0].content }}"), "chat_template.jinja", "loader"),
     "template raises": (template("{{ raise_exception('only tools') }}"), "chat_template.jinja", "only tools"),
@@ -260,21 +247,17 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "no default among several templates": (named_templates([{"name": "rag", "template": CHATML}]), CONFIG, "'default'"),
     "templates without names": (named_templates([CHATML]), CONFIG, "TypeError"),
-    "many layers too few": (lambda model: edit(model, num_hidden_layers=1 << 40), "no layer 3", f"= {1 << 40}"),
+    "many layers too few": (edit(num_hidden_layers=1 << 40), "no layer 3", f"= {1 << 40}"),
     "weight of integers": (
         lambda model: rewrite(model, lambda t: t.update({UP: t[UP].astype(np.int32)})),
         UP,
         "are integers",
     ),
     "adapter beside the weights": (write("adapter_config.json", "{}"), "adapter_config.json", "holds an adapter"),
-    "end token is text": (lambda model: edit(model, GENERATION, eos_token_id=["<|end|>"]), GENERATION, "eos_token_id"),
-    "end tokens are lists": (lambda model: edit(model, eos_token_id=[[1]]), "config.json", "eos_token_id = [[1]]"),
-    "added tokens are none": (lambda model: edit(model, TOKENIZER, added_tokens=None), TOKENIZER, "not a tokenizer"),
-    "unknown post-processor": (
-        lambda model: edit(model, TOKENIZER, post_processor={"type": "Nope"}),
-        TOKENIZER,
-        "not a tokenizer",
-    ),
+    "end token is text": (edit(GENERATION, eos_token_id=["<|end|>"]), GENERATION, "eos_token_id"),
+    "end tokens are lists": (edit(eos_token_id=[[1]]), "config.json", "eos_token_id = [[1]]"),
+    "added tokens are none": (edit(TOKENIZER, added_tokens=None), TOKENIZER, "not a tokenizer"),
+    "unknown post-processor": (edit(TOKENIZER, post_processor={"type": "Nope"}), TOKENIZER, "not a tokenizer"),
 }
 
 
@@ -330,7 +313,7 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
         {},
         named_templates([{"name": n, "template": CHATML} for n in ("rag", "default")]),
     ),
-    "heads by layer": ("Qwen3", {}, lambda model: edit(model, num_key_value_heads=[2, 1, 2])),
+    "heads by layer": ("Qwen3", {}, edit(num_key_value_heads=[2, 1, 2])),
     "templates in a table": ("Qwen3", {}, named_templates({"default": CHATML})),
     "template that needs a system text": (
         "Qwen3",

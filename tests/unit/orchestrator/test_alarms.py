@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.config import Config
-from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.intervals import points_interval
@@ -193,17 +193,8 @@ def test_identical_rewards_decide_only_what_shares_would() -> None:
         assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
 
 
-def test_unchanging_policy_does_not_collapse() -> None:
-    chance = random.Random(0)
-    false_alarms = 0
-    for _ in range(100):
-        evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
-        false_alarms += any(gap > 0 for gap in gaps(Contest(), evaluations))
-    assert false_alarms <= 2
-
-
 @pytest.mark.parametrize("runs", [20, pytest.param(200, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("alike", [0.0, pytest.param(0.5, marks=pytest.mark.nightly), 0.9])
 def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike: float, runs: int) -> None:
     """Both games of a deal have the same result with probability `alike`, else each its own; docs/collapse.md."""
     chance, false_alarms = random.Random(7), 0
@@ -219,8 +210,3 @@ def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike:
                 is_false_alarm |= any(reading.value > 0 for reading in contest.add("collapse", "S", result))
         false_alarms += is_false_alarm
     assert false_alarms <= 0.05 * runs
-
-
-def test_alarm_thresholds_must_be_finite() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        AlarmConfig(threshold=float("inf"))

@@ -152,6 +152,7 @@ class League:
     def __init__(
         self, tmp_path: Path, size: int, max_loras: int | None = None, engines: int = 1, **league: Any
     ) -> None:
+        tmp_path.mkdir(exist_ok=True)
         self.max_loras = max_loras or size + 2
         local = [LocalEngine(f"engine-{index}", self.max_loras) for index in range(engines)]
         self.engines: Any = EnginePool(local)  # type: ignore[arg-type]
@@ -202,9 +203,6 @@ class League:
                     if task.done():
                         task.result()
                 await asyncio.sleep(0.001)
-        for task in self._tasks:
-            if task.done():
-                task.result()
 
     @property
     def used(self) -> set[int]:
@@ -369,13 +367,17 @@ async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path: Pat
 
 
 async def test_canary_records_survive_json(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    league = await make_league(tmp_path / "one", 3, size=3, engines=2)
-    text = json.dumps(league.adapter_sync.state_dict())
-    saved = json.loads(text)["canaries"]
+    league = await make_league(tmp_path / "one", 3, size=4, engines=2)
+    saved = json.loads(json.dumps(league.adapter_sync.state_dict()))["canaries"]
     assert saved["evidence"] == saved["base_evidence"] == {}, "evidence for an engine is not kept"
     assert [known["evidence"] for _, known in saved["weights"]] == [{}] * 3
+    for engine in league.engines.engines:
+        engine._engine._replies, engine.lie, engine.lies_about = ["aaaaaaa"], 0.5, 4
+    await league.update()
+    assert "engine-1" in league.alarms[-1]
+    text = json.dumps(league.adapter_sync.state_dict())
+    assert json.loads(text)["canaries"]["num_doubts"] > 0
+    assert json.loads(text)["canaries"]["evidence"] != {}
     other = League(tmp_path / "other", 3)
     other.adapter_sync.load_state_dict(json.loads(text))
     assert json.dumps(other.adapter_sync.state_dict()) == text
@@ -388,8 +390,6 @@ async def test_canary_records_survive_json(tmp_path: Path) -> None:
 
 
 async def test_loaded_answers_and_those_of_this_run_keep_their_prompts(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
     league = await make_league(tmp_path / "one", 3, size=3)
     state = json.loads(json.dumps(league.adapter_sync.state_dict()))
     state["canaries"]["prompts"] = ["a prompt of that run"]
@@ -493,19 +493,6 @@ async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path: Path, 
     assert league.active == ["ckpt-2", "ckpt-5", "ckpt-6"]
     league.check_what_is_active_is_loaded_as_itself()
     assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
-
-
-async def test_adapter_stays_while_a_game_uses_it_and_then_frees_its_slot(tmp_path: Path) -> None:
-    league = await make_league(tmp_path, 3, size=2)
-    league.table.lease(2)  # a game with the opponent ckpt-2 starts
-    await league.play(1)
-    assert "ckpt-2" not in league.active
-    assert 2 in league.engines.engines[0].loaded
-    assert league.store.path(2).is_dir()
-    league.table.end_lease(2)  # and ends
-    await league.settle()
-    assert 2 not in league.engines.engines[0].loaded
-    assert not league.store.path(2).exists()
 
 
 async def test_return_never_takes_the_slot_of_the_next_update(tmp_path: Path) -> None:
@@ -619,21 +606,6 @@ async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tm
     assert len(league.engines.engines[0].loaded) == 2
 
 
-async def test_evidence_against_an_engine_survives_json(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    league, other = League(tmp_path / "one", 2), League(tmp_path / "other", 2)
-    (engine,) = league.engines.engines
-    engine._engine._replies = ["aaaaaaa"]
-    engine.lie, engine.lies_about = 0.5, 1
-    await league.update()
-    state = json.loads(json.dumps(league.adapter_sync.state_dict()))
-    assert state["canaries"]["num_doubts"] > 0
-    assert "engine-0" in league.alarms[-1]
-    other.adapter_sync.load_state_dict(state)
-    assert other.adapter_sync.state_dict()["canaries"]["evidence"] == state["canaries"]["evidence"] != {}
-
-
 async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path) -> None:
     league = League(tmp_path, 2)
     (engine,) = league.engines.engines
@@ -713,7 +685,7 @@ async def test_ending_run_waits_for_a_copy_in_progress(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("rule", ["recency", "match-quality", "nearest-rating"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_long_league_has_enough_slots_never_stalls_and_mixes_up_no_adapter(
     tmp_path: Path, rule: str, seed: int
 ) -> None:
@@ -737,7 +709,7 @@ async def test_long_league_has_enough_slots_never_stalls_and_mixes_up_no_adapter
                 league.table.end_lease(version)
 
     games = [asyncio.create_task(play()) for _ in range(8)]
-    for _ in range(40):
+    for _ in range(30):
         await league.update()
         for meta in league.registry.checkpoints():
             meta.ratings["E"] = Rating(meta.rating.mu + rng.gauss(0, 3), 2.0)

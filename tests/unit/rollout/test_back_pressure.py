@@ -69,17 +69,12 @@ def test_step_ages_from_its_own_turn_if_turns_have_different_versions() -> None:
     assert spread_of(rare, ages_by_turn(rare)) < 0.6 * spread_of(rare), "only its first turns are old"
 
 
-def test_long_turn_is_twice_the_mean_turn_of_the_slowest_games() -> None:
-    assert turn_spread_of([(20.0, 10)] * 100) == pytest.approx(2 * (20 / 10) / 20)
-    assert turn_spread_of([(20.0, 1)] * 100) == 2.0, "the only turn of a game is as long as the game"
-    assert turn_spread_of([(0.0, 1)]) == turn_spread_of([(0.0, 0)]) == 2.0
-
-
 def test_slots_limit_the_length_of_turns_instead_of_games() -> None:
     by_game, by_turn = InFlight(100, 100, 1, {}), InFlight(100, 100, 8, {}, max_turn_age=1)
     for in_flight in (by_game, by_turn):
         in_flight.set_spreads([(20.0, 10)] * 100)
     assert by_game.limit == 0
+    assert turn_spread_of([(20.0, 1)] * 100) == turn_spread_of([(0.0, 1)]) == turn_spread_of([(0.0, 0)]) == 2.0
     assert by_turn.limit == pytest.approx(100 / 0.2), "a turn takes up to a fifth of a game's lifetime"
     by_turn.set_spreads([(20.0, 1)] * 100)
     assert by_turn.limit == pytest.approx(100 / 2), "as short as slots require, although steps may be older"

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from statistics import fmean, pvariance, stdev
+from statistics import fmean, pvariance
 
 import pytest
 
@@ -75,9 +75,9 @@ def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat() -> None:
     assert across_seats(mirror[:2]) == [None, None]
 
 
-@pytest.mark.parametrize("group_size", [2, 4, 8])
+@pytest.mark.parametrize("group_size", [2, 8])
 async def test_luck_of_the_deal_cancels(group_size: int) -> None:
-    steps = await compared(group_size, 4800 // group_size)
+    steps = await compared(group_size, 3200 // group_size)
     of_game = {step.step_info["game_idx"]: step for step in steps}.values()
     plain, advantage = (
         pvariance(values) for values in zip(*((s.step_info["env_reward"], s.reward) for s in of_game), strict=True)
@@ -97,19 +97,6 @@ async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate() -> None
     advantages = [advantage for group in rewards.values() for advantage in leave_one_out(group)]
     plain = pvariance([reward for group in rewards.values() for reward in group])
     assert pvariance(advantages) / plain == pytest.approx((1 - OF_SEAT) * (1 + 1 / 7), abs=0.07)
-
-
-async def test_gradient_is_not_biased() -> None:
-    """The baseline, times the score of the action, has mean 0 in every state of the policy."""
-    by_state = defaultdict(list)
-    for step in await compared(4, 1500):
-        first, _ = step.obs.split("Legal actions:")[1].split("]", 1)
-        score = 0.5 if first.strip(" [") in step.step_info["action"] else -0.5  # of two equally likely actions
-        by_state[step.obs].append(score * (step.reward - step.step_info["env_reward"]))
-    assert len(by_state) == 12
-    for products in by_state.values():
-        assert len(products) > 100
-        assert abs(fmean(products)) < 4 * stdev(products) / len(products) ** 0.5
 
 
 async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_out() -> None:

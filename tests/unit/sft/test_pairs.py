@@ -127,17 +127,12 @@ def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path: Pat
     assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
 
 
-def test_pair_is_one_line_with_any_separators_in_its_text(tmp_path: Path) -> None:
-    pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion="h\u2028i")
+@pytest.mark.parametrize(("completion", "read"), [("h\u2028i", "h\u2028i"), ("a\ud800", "a?")])
+def test_pair_is_one_line_of_utf8_with_any_text(tmp_path: Path, completion: str, read: str) -> None:
+    pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion=completion)
     path = tmp_path / "pairs.jsonl"
     path.write_text(write_line(pair), encoding="utf-8")
-    assert read_pairs(path) == [pair]
-
-
-def test_lone_surrogate_of_an_endpoint_becomes_a_question_mark(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(write_line(Pair(observation="o", completion="a\ud800")), encoding="utf-8")
-    assert read_pairs(path) == [Pair(observation="o", completion="a?")]
+    assert read_pairs(path) == [replace(pair, completion=read)]
 
 
 def test_bad_lines_are_refused_together_with_their_numbers(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
         (low, high), (lowest, highest) = getattr(found, name), getattr(independent, name)
         assert high - low < 0.6 * (highest - lowest), name
     low, high = found.reward_interval
+    assert "utility" not in evaluation(utilities, "Nim-v0-train").describe()
     assert found.describe().endswith(f"; mean utility {found.mean_reward:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
     line = msgspec.json.decode(msgspec.json.encode(found.to_json()))
     assert line["interval"] == list(found.interval)
@@ -134,12 +135,6 @@ def test_equal_results_leave_the_interval_a_width() -> None:
     assert low < -0.5 and high > 0.5, "equal but for rounding"
     won = evaluation([1.0] * 40)
     assert won.interval[1] == 1 and 0.7 < won.interval[0] < wilson_interval(40, 40)[0]
-
-
-def test_utility_is_named_in_games_of_openspiel_only() -> None:
-    utilities = [1.0, -1.0, 1.0, 1.0]
-    assert "utility" in evaluation(utilities).describe()
-    assert "utility" not in evaluation(utilities, "Nim-v0-train").describe()
 
 
 def test_line_of_an_older_run_has_the_interval_of_now(tmp_path: Path) -> None:

@@ -21,21 +21,11 @@ def noise(step: int) -> float:
     return 0.06 + random.Random(step).uniform(-0.01, 0.01)
 
 
-def test_values_that_only_scatter_are_no_spikes() -> None:
-    for metric in JUDGED:
-        assert find_spikes(updates(metric, noise)) == []
-
-
 def test_spike_has_its_update_its_value_and_the_usual_one() -> None:
     (spike,) = find_spikes(updates(KL, lambda step: 2.9 if step == 88 else noise(step)))
     assert (spike.update, spike.metric, spike.value) == (88, KL, 2.9)
     assert spike.usual == pytest.approx(0.06, abs=0.005)
     assert spike.text == f"update 88: KL to base 2.9, {2.9 / spike.usual:.0f} times the usual {spike.usual:.3g}"
-
-
-@pytest.mark.parametrize("times", [14, 16])
-def test_spike_is_more_than_fifteen_times_the_usual_value(times: int) -> None:
-    assert len(find_spikes(updates(KL, lambda step: times * 0.06 if step == 88 else 0.06))) == (times == 16)
 
 
 def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_median() -> None:
@@ -51,18 +41,9 @@ def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_medi
     assert found > 100
 
 
-def test_first_nineteen_updates_have_no_spikes() -> None:
-    assert find_spikes(updates(KL, lambda step: 3.0 if step == 19 else noise(step))) == []
-    assert len(find_spikes(updates(KL, lambda step: 3.0 if step == 20 else noise(step)))) == 1
-
-
 def test_loss_counts_by_its_absolute_value() -> None:
     (spike,) = find_spikes(updates(LOSS, lambda step: -3.0 if step == 50 else noise(step) * (-1) ** step))
     assert spike.value == -3.0 and "loss -3," in spike.text
-
-
-def test_metric_that_was_mostly_zero_has_no_spike() -> None:
-    assert find_spikes(updates(KL, lambda step: 0.5 if step > 60 else 0.0)) == []
 
 
 def test_usual_value_moves_with_the_fifty_updates_before() -> None:
@@ -91,6 +72,18 @@ def test_five_spikes_are_listed_the_largest_first_and_the_others_are_counted() -
     assert spike_texts(spikes)[5:] == [f"and {len(spikes) - 5} more"]
 
 
-def test_only_loss_gradient_norm_kl_entropy_and_mismatch_are_judged() -> None:
-    assert find_spikes(updates("learner/seconds", lambda step: 900.0 if step == 60 else noise(step))) == []
+@pytest.mark.parametrize(
+    ("metric", "size", "num_spikes"),
+    [
+        *(pytest.param(metric, noise, 0, id=f"{metric} only scatters") for metric in JUDGED),
+        pytest.param(KL, lambda step: 14 * 0.06 if step == 88 else 0.06, 0, id="fourteen times the usual value"),
+        pytest.param(KL, lambda step: 16 * 0.06 if step == 88 else 0.06, 1, id="sixteen times"),
+        pytest.param(KL, lambda step: 3.0 if step == 19 else noise(step), 0, id="among the first nineteen updates"),
+        pytest.param(KL, lambda step: 3.0 if step == 20 else noise(step), 1, id="after them"),
+        pytest.param(KL, lambda step: 0.5 if step > 60 else 0.0, 0, id="mostly zero before"),
+        pytest.param("learner/seconds", lambda step: 900.0 if step == 60 else noise(step), 0, id="not judged"),
+    ],
+)
+def test_number_of_spikes(metric: str, size: Callable[[int], float], num_spikes: int) -> None:
+    assert len(find_spikes(updates(metric, size))) == num_spikes
     assert {METRICS[name].topic for name in JUDGED} == {"health"}

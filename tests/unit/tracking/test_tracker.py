@@ -29,11 +29,21 @@ from unstable_lite.types import Forced, GameEnd, GameKind, GameRecord, Generatio
 
 
 class RecordingSink:
+    """A sink that can also show histograms and texts."""
+
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
+        self.histograms: list[tuple[int, str]] = []
+        self.texts: list[tuple[int, str, str]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append((step, dict(metrics)))
+
+    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
+        self.histograms += [(step, one.name) for one in histograms]
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self.texts += [(step, name, text) for name, text in texts.items()]
 
     def close(self) -> None:
         pass
@@ -70,21 +80,6 @@ def game(
         invalid_pids=invalid_pids,
         seconds=0.75,
     )
-
-
-class RecordingRichSink(RecordingSink):
-    """A sink that can also show histograms and texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.histograms: list[tuple[int, str]] = []
-        self.texts: list[tuple[int, str, str]] = []
-
-    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
-        self.histograms += [(step, one.name) for one in histograms]
-
-    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self.texts += [(step, name, text) for name, text in texts.items()]
 
 
 def make_tracker(directory: Path, sink: RecordingSink | None = None, **config: Any) -> Tracker:
@@ -178,7 +173,7 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None
 
 def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unstable_lite.tracking.tracker.TRANSCRIPT_EVERY", 2)
-    sink = RecordingRichSink()
+    sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     spread = [Histogram(name="advantage", edges=(0.0, 1.0), counts=(3,))]
     tracker.add_record(game(kind="eval"))
@@ -206,7 +201,7 @@ class UnprintableError(Exception):
     "error", [OverflowError("int too big"), KeyError("x"), RuntimeError(), OSError("quota"), UnprintableError()]
 )
 def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path: Path, error: Exception) -> None:
-    class FailingSink(RecordingRichSink):
+    class FailingSink(RecordingSink):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             if step < 3:
                 raise error
@@ -272,20 +267,6 @@ def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path: Path) -> N
     tracker.close()
 
 
-def test_nan_evaluations_survive_a_resume(tmp_path: Path) -> None:
-    one_game, none = Tally(), Tally()
-    one_game.add("na", 0.5, own_invalid=False)
-    none.add_record(game(kind="eval", end="void"), 0)
-    tracker = make_tracker(tmp_path)
-    for tally, env_id in ((one_game, "E"), (none, "F")):
-        tracker.add_evaluation(tally.evaluation("before", "base", 0, env_id, "none"))
-    tracker.close()
-    resumed = make_tracker(tmp_path)
-    resumed.resume(tracker.state_dict(), list(read_records(tmp_path / "eval.jsonl")))
-    assert shown(resumed.evaluations) == shown(tracker.evaluations)
-    resumed.close()
-
-
 def shown(evaluations: Sequence[Evaluation]) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(*evaluation_tables(result_rows(evaluations)))
@@ -305,20 +286,11 @@ def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoin
     for resumed_from, eval_games in ((state, 2), ({key: state[key] for key in state if key != "eval_games"}, 7)):
         resumed = make_tracker(tmp_path)
         evaluations = [Tally().evaluation("before", "base", 0, "E", "none").to_json() | {"n": n} for n in (3, 4)]
-        resumed.resume(resumed_from, evaluations)
+        resumed.resume(resumed_from | {"seconds": state["seconds"] + 5000}, evaluations)
         assert resumed.totals[:3] == (3, eval_games, 1), "runs of before have only the evaluations"
+        resumed.log_update(2, {})
+        assert 5000 <= resumed.latest["run/seconds"] <= resumed.state_dict()["seconds"] < 6000
         resumed.close()
-
-
-def test_run_seconds_continue_from_the_checkpoint(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path)
-    state = tracker.state_dict()
-    tracker.close()
-    resumed = make_tracker(tmp_path)
-    resumed.resume(state | {"seconds": state["seconds"] + 5000}, [])
-    resumed.log_update(1, {})
-    assert 5000 <= resumed.latest["run/seconds"] <= resumed.state_dict()["seconds"] < 6000
-    resumed.close()
 
 
 def ended(reason: str, end: GameEnd = "void", **made: Any) -> GameRecord:
@@ -439,6 +411,8 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     half = student(3) * np.std(gained, ddof=1) / 2
     assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
     assert after.change_since(before) == gain
+    same = paired_difference(before.scores, before.scores)
+    assert same.low < 0 == same.mean < same.high
     assert "; 1 void" in after.describe()
     (table,) = evaluation_tables(result_rows([before, after]))
     interval = f"{100 * gain.low:+.1f} to {100 * gain.high:+.1f}"
@@ -448,44 +422,20 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     assert Evaluation.from_json(line_of(before)).scores == before.scores
 
 
-def test_pairing_is_sharper_for_games_decided_by_the_seed() -> None:
-    rng = np.random.default_rng(0)
-    cards = rng.random(200)
-    before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
-    gain = paired_difference(before, after)
-    assert 0 < gain.low < 0.1 < gain.high < 0.2
-    won = [sum(x == [1.0] for x in of) for of in (before, after)]
-    (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
-    assert low < high  # unpaired intervals overlap
-    same = paired_difference(after, after)
-    assert same.low < 0 == same.mean < same.high
-
-
 def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
     tally = Tally()
     for reward in (0.25, 0.75):
         tally.add("na", reward, own_invalid=False)
     evaluation = tally.evaluation("l", "m", 0, "E", "none")
     assert math.isnan(evaluation.win_rate) and line_of(evaluation)["win_rate"] is None
+    void = replace(evaluation, n=0, mean_reward=math.nan, reward_std=math.nan, rewards=())
+    for one in (evaluation, void):
+        assert shown([Evaluation.from_json(line_of(one))]) == shown([one]), "nan survives its line"
     half = student(1) * math.sqrt(0.125) / math.sqrt(2)
     assert evaluation.mean_reward == 0.5 and evaluation.interval == pytest.approx((0.5 - half, 0.5 + half))
     assert "mean reward of 0.500 in 2 games" in evaluation.describe()
     table = shown([evaluation])
     assert "reward" in table and "0.500" in table and "nan" not in table + evaluation.describe()
-
-
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_identical_rewards_have_an_interval(reward: float) -> None:
-    tally = Tally()
-    for _ in range(20):
-        tally.add("na", reward, own_invalid=False)
-    evaluation = tally.evaluation("l", "m", 0, "E", "none")
-    low, high = evaluation.interval
-    assert low < high and low <= reward <= high
-    text = f"m had a mean reward of {reward:.3f} in 20 games of E (95 %: {low:.3f} to {high:.3f})"
-    assert evaluation.describe() == f"{text}; 0 ended by its own invalid move"
-    (table,) = evaluation_tables(result_rows([evaluation]))
-    assert list(table.columns[4].cells) == [f"{low:.3f} to {high:.3f}"]
 
 
 def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
@@ -550,25 +500,16 @@ class BrokenSink:
         raise RuntimeError("this sink cannot be closed")
 
 
-def start_of_a_resume(tmp_path: Path, *sinks: BrokenSink) -> Tracker:
-    """Return a tracker with an open evaluation of a checkpoint that the registry does not have yet."""
-    tracker, tally = Tracker(tmp_path, sinks, TrackerConfig()), Tally()
+def test_failed_start_of_a_resume_keeps_open_evaluations_and_closes_every_sink(tmp_path: Path) -> None:
+    """The registry does not have the evaluated checkpoint yet."""
+    sinks, tally = (BrokenSink(), BrokenSink()), Tally()
+    tracker = Tracker(tmp_path, sinks, TrackerConfig())
     tally.add("win", 1.0, False)
     tracker.registry = ModelRegistry()
     pending = {"tallies": [["ckpt-23", "E", "scripted:random", tally.state_dict()]]}
     tracker.resume(tracker.state_dict() | pending, [])
-    return tracker
-
-
-def test_failed_start_of_a_resume_leaves_open_evaluations_to_the_next(tmp_path: Path) -> None:
-    start_of_a_resume(tmp_path).close()
-    assert (tmp_path / "eval.jsonl").read_text() == ""
-
-
-def test_every_sink_is_closed_although_one_of_them_fails(tmp_path: Path) -> None:
-    sinks = BrokenSink(), BrokenSink()
-    tracker = start_of_a_resume(tmp_path, *sinks)
     tracker.close()
+    assert (tmp_path / "eval.jsonl").read_text() == ""
     assert all(sink.is_closed for sink in sinks)
     assert "BrokenSink" in tracker.alarms[0] and "cannot be closed" in tracker.alarms[0]
     with pytest.raises(ValueError, match="closed file"):

@@ -1,6 +1,6 @@
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
 import msgspec
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.game_records import make_item
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
 from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode
@@ -175,34 +174,8 @@ _json_like = st.recursive(
 )
 
 
-def _assert_well_typed(value: Any, hint: Any) -> None:
-    if hint in (TokenIds, Logprobs):
-        assert value.dtype == ("<i4" if hint == TokenIds else "<f4")
-    elif hint in (StepContext | None, Logprobs | None, TokenIds | None):
-        if value is not None:
-            _assert_well_typed(value, get_args(hint)[0])
-    elif is_dataclass(hint) or _is_struct(hint):
-        for name, inner in get_type_hints(hint).items():
-            _assert_well_typed(getattr(value, name), inner)
-        if hint in (Generation, TrainItem):
-            assert len(value.logprobs) == len(value.completion_ids)
-    elif get_origin(hint) in (tuple, dict):
-        assert type(value) is get_origin(hint)
-        hints = get_args(hint)
-        if isinstance(value, tuple) and Ellipsis not in hints:
-            assert len(value) == len(hints)
-        elif hints:
-            hints = (hints[-1 if isinstance(value, dict) else 0],) * len(value)
-        for item, inner in zip(value.values() if isinstance(value, dict) else value, hints, strict=True):
-            _assert_well_typed(item, inner)
-    elif get_origin(hint) is Literal:
-        assert value in get_args(hint)
-    elif hint is not Any:
-        assert type(value) in (get_args(hint) or (hint,))
-
-
 @given(st.data(), st.sampled_from(MESSAGES))
-def test_wrong_field_gives_a_protocol_error_or_a_well_typed_message(data: Any, cls: Any) -> None:
+def test_wrong_field_gives_a_protocol_error_or_a_message_that_can_be_sent_again(data: Any, cls: Any) -> None:
     (_, ((tag, *values),)) = msgpack.unpackb(encode([data.draw(_instances(cls))]))
     if values:
         values[data.draw(st.integers(0, len(values) - 1))] = data.draw(_json_like)
@@ -210,8 +183,7 @@ def test_wrong_field_gives_a_protocol_error_or_a_well_typed_message(data: Any, c
         (message,) = decode(msgpack.packb([PROTOCOL, [[tag, *values]]]))
     except ProtocolError:
         return
-    _assert_well_typed(message, cls)
-    encode([message])  # an accepted message can be sent again
+    assert all(map(_same, decode(encode([message])), [message])), "msgspec writes no value of a wrong type"
 
 
 def _generated(**changes: Any) -> list[Any]:
@@ -330,16 +302,3 @@ def test_steps_on_disk_are_checked_in_the_same_way() -> None:
     for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
         with pytest.raises(ProtocolError):
             decode_values(Failed, msgpack.packb(content))
-
-
-def test_several_messages_share_one_frame() -> None:
-    items = tuple(make_item([1, 2], [3], adapter_version=version) for version in range(3))
-    generate = Generate(
-        request_id=7, prompt="p", adapter_version=0, max_tokens=1, temperature=1, top_p=1, stop=("x",), seed=None
-    )
-    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x")
-    first, second = decode(encode([generate, update]))
-    assert isinstance(first, Generate)
-    assert first.stop == ("x",)
-    assert isinstance(second, Update)
-    assert [item.adapter_version for item in second.items] == [0, 1, 2]
