@@ -29,7 +29,7 @@ from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, labelled, sparkline
 from unstable_lite.errors import UnstableError
-from unstable_lite.tracking.displayed_metrics import METRICS, Metric, duration, is_share, metrics_of_env
+from unstable_lite.tracking.displayed_metrics import Metric, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
 from unstable_lite.tracking.run_directory import PAUSED, next_evaluation
@@ -54,14 +54,6 @@ CORE = 12
 """Rows of health that come before the ladder; further metrics come after it."""
 LABEL, NUMBER = 18, 8
 """Widths of a metric's label and of its numbers."""
-
-_HEALTH = (
-    *("zero_advantage", "staleness_mean", "entropy", "kl_to_base", "mismatch_mean", "loss", "policy_grad_norm"),
-    *("importance_weight_mean", "importance_weight_clipped", "staleness_max", "value_loss"),
-)
-HEALTH = [METRICS[f"learner/{name}"] for name in _HEALTH]
-_SPEED = ("learner/wait_for_batch_s", "learner/seconds", "learner/publish_s", "learner/tokens_per_s")
-SPEED = [METRICS[name] for name in (*_SPEED, "run/tokens_per_s", "buffer/size", "buffer/dropped_stale")]
 
 
 def show_once(view: RunDirectory, console: Console) -> None:
@@ -259,11 +251,11 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     lines += labelled("games ended early", ended or "none", LABEL, width, 1)
     if not view.updates():
         return [*lines, *labelled("metrics", "none yet; they come with the first update", LABEL, width, 1)]
-    lines += _metric_lines(view, HEALTH, spikes, cells)
+    lines += _metric_lines(view, of_topic("health"), spikes, cells)
     for env in view.config["train_envs"]:
         shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells)
         lines += [Text(f"training games of {env['env_id']}", style="dim"), *shown] if shown else []
-    return lines + _metric_lines(view, SPEED, spikes, cells)
+    return lines + _metric_lines(view, of_topic("speed"), spikes, cells)
 
 
 def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], cells: int) -> list[Text]:

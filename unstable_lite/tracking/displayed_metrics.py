@@ -15,10 +15,12 @@ class Metric(NamedTuple):
     name: str
     form: str = ".3g"
     topic: str = ""
-    """Group of charts of the report and of TensorBoard: `health`, `speed`, or none."""
+    """Group of charts of the report and of TensorBoard: one of `TOPICS`, or none."""
     meaning: str = ""
     n: str | None = None
     """Metric with the sample size, if that may be 0."""
+    title: str = ""
+    """Title of the chart, if it is not the label."""
 
     def shown(self, metrics: Mapping[str, float]) -> str:
         """Return label and value."""
@@ -29,37 +31,45 @@ _LOGPROBS = "How far engine and learner disagree about the same tokens' log-prob
 _ENTROPY = "How open the model's choice of tokens is, in nats. Near 0 it always writes the same."
 _WEIGHT = "Should stay near 1: far from it, old games say little about the policy."
 _ALL = (
+    Metric("zero advantages", "learner/zero_advantage", ".1%", "health", "Share of steps that teach nothing."),
+    Metric("staleness", "learner/staleness_mean", ".3g", "health", "Updates from playing a turn to learning from it."),
     Metric("entropy", "learner/entropy", topic="health", meaning=_ENTROPY),
-    Metric("gradient norm", "learner/policy_grad_norm", topic="health", meaning="Before clipping."),
+    Metric("KL to base", "learner/kl_to_base", topic="health", meaning="How far the policy is from the base model."),
+    Metric("mismatch", "learner/mismatch_mean", ".3g", "health", _LOGPROBS, n="learner/mismatch_tokens"),
     Metric("loss", "learner/loss", topic="health", meaning="Its level says little; a jump says something."),
+    Metric("gradient norm", "learner/policy_grad_norm", topic="health", meaning="Before clipping."),
     Metric("importance weight", "learner/importance_weight_mean", topic="health", meaning=_WEIGHT),
     Metric("weights clipped", "learner/importance_weight_clipped", ".1%", "health", "Share of tokens at the cap."),
-    Metric("mismatch", "learner/mismatch_mean", ".3g", "health", _LOGPROBS, n="learner/mismatch_tokens"),
-    Metric("staleness", "learner/staleness_mean", ".3g", "health", "Updates from playing a turn to learning from it."),
     Metric("greatest staleness", "learner/staleness_max", ",.0f", "health"),
-    Metric("zero advantages", "learner/zero_advantage", ".1%", "health", "Share of steps that teach nothing."),
-    Metric("KL to base", "learner/kl_to_base", topic="health", meaning="How far the policy is from the base model."),
+    Metric("value loss", "learner/value_loss", topic="health"),
     Metric("KL to the start", "learner/kl_to_initial", topic="health", meaning="How far it is from its first adapter."),
     Metric("KL to the average", "learner/kl_to_average", topic="health", meaning="How far it is from its own average."),
-    Metric("value loss", "learner/value_loss", topic="health"),
-    Metric("tokens generated/s", "run/tokens_per_s", ",.0f", "speed", "Of all engines, on average since the start."),
-    Metric("tokens trained/s", "learner/tokens_per_s", ",.0f", "speed", "Prompts and completions of an update."),
     Metric("wait for games (s)", "learner/wait_for_batch_s", ".3g", "speed", "How long the learner waited."),
     Metric("update (s)", "learner/seconds", ".3g", "speed", "How long the learner computed."),
     Metric("weight sync (s)", "learner/publish_s", ".3g", "speed", "Time until games use the new adapter."),
+    Metric("tokens trained/s", "learner/tokens_per_s", ",.0f", "speed", "Prompts and completions of an update."),
+    Metric("tokens generated/s", "run/tokens_per_s", ",.0f", "speed", "Of all engines, on average since the start."),
     Metric("steps in buffer", "buffer/size", ",.0f", "speed"),
-    Metric("steps dropped", "buffer/dropped_stale", ",.0f"),
+    Metric("steps dropped", "buffer/dropped_stale", ",.0f", "speed", "Too stale to be trained on, since the start."),
 )
+"""In the order of `top`."""
 METRICS = {metric.name: metric for metric in _ALL}
+TOPICS = {"play": "Does it play better?", "health": "Is it healthy?", "speed": "How fast is it?"}
+"""Questions that groups of charts answer."""
+_REWARD, _POINTS = "Of the policy's seats, over the newest 512.", "Against every opponent; against itself it is a half."
+_EXACT = "A best response wins this much a game, exact, in its units; 0 is an equilibrium."
+_LEGAL = "The same, if every answer were legal."
+_FORMAT = "collection-{}/Format Success Rate - correct_answer_format"
+_INVALID = "collection-{}/Ended by own invalid move"
 _OF_ENV = (
-    Metric("reward", "collection-{}/reward", "+.2f"),
-    Metric("points", "collection-{}/Points", ".1%"),
-    Metric("exploitability", "exploitability/{}", ".4f"),
-    Metric("of legal answers", "exploitability_legal/{}", ".4f"),
-    Metric("format ok", "collection-{}/Format Success Rate - correct_answer_format", ".1%"),
-    Metric("own invalid", "collection-{}/Ended by own invalid move", ".1%"),
-    Metric("turns a game", "collection-{}/Game Length"),
-    Metric("tokens a turn", "collection-{}/Response Length (token)"),
+    Metric("reward", "collection-{}/reward", "+.2f", "play", _REWARD, title="Reward in training games"),
+    Metric("points", "collection-{}/Points", ".1%", "play", _POINTS, title="Points in training games"),
+    Metric("exploitability", "exploitability/{}", ".4f", "play", _EXACT),
+    Metric("of legal answers", "exploitability_legal/{}", ".4f", "play", _LEGAL, title="Exploitability, legal"),
+    Metric("format ok", _FORMAT, ".1%", "health", "Share of turns.", title="Answers in the right place"),
+    Metric("own invalid", _INVALID, ".1%", "health", "Share of games.", title="Lost by an own invalid move"),
+    Metric("turns a game", "collection-{}/Game Length", topic="health"),
+    Metric("tokens a turn", "collection-{}/Response Length (token)", topic="health"),
 )
 
 
@@ -91,6 +101,10 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def of_topic(topic: str) -> list[Metric]:
+    return [metric for metric in METRICS.values() if metric.topic == topic]
 
 
 def metrics_of_env(env_id: str) -> list[Metric]:

@@ -31,7 +31,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_judged, slug, with_slugs
 from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile, read_records
-from unstable_lite.tracking.displayed_metrics import METRICS
+from unstable_lite.tracking.displayed_metrics import of_topic
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
 
@@ -167,10 +167,7 @@ def layout(config: Config) -> layout_pb2.Layout:
         _lines("points in training games", "collection-.*/Points"),
         _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
     ]
-    healthy, fast = (
-        [_lines(metric.label, name) for name, metric in METRICS.items() if metric.topic == topic]
-        for topic in ("health", "speed")
-    )
+    healthy, fast = ([_lines(metric.label, metric.name) for metric in of_topic(topic)] for topic in ("health", "speed"))
     healthy.append(_lines("alarms", "run/alarms"))
     fast.append(_lines("tokens/s of engines", "inference/.*/tok_s"))
     return layout_pb2.Layout(

@@ -21,23 +21,23 @@ from typer.testing import CliRunner
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
 from fakes.game_records import make_generation, make_record, make_spec
 from fakes.odd_tokenizers import make_odd_tokenizer
+from unstable_lite.adapters.frozen import update_of
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
-from unstable_lite.dashboards.report.curves import evaluation_charts, metric_points
+from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name, metric_points
 from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
-from unstable_lite.dashboards.run_directory import RunData
+from unstable_lite.dashboards.run_directory import RunData, groups_of
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
-from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.local_tokenizer import CUT
 from unstable_lite.rollout.back_pressure import CountsByLength
-from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
+from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json
 from unstable_lite.tracking.run_directory import to_toml
@@ -157,6 +157,16 @@ def write_run(
     )
     registry = ModelRegistry()
     registry.add_fixed("scripted:random")
+    rated = [record for record in games if record.end != "void"]
+    for agent in (agent for record in rated for agent in record.spec.agent_specs):
+        if agent.model.uid not in registry.get_all_models():
+            if agent.model.kind == "fixed":
+                registry.add_fixed(str(agent.model.name))
+            else:
+                registry.add_policy(agent.model.uid, 0, update_of(Path(agent.model.uid)) or 0)
+    for record in rated:
+        uids = {agent.pid: agent.model.uid for agent in record.spec.agent_specs}
+        registry.update_ratings(uids, record.rewards, record.spec.env_id)
     tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], TrackerConfig(keep_tokens=True))
     tracker.registry = registry
     for record in games:
@@ -175,8 +185,10 @@ def write_run(
             tally.add("win" if number < wins else "loss", 1.0 if number < wins else -1.0, own_invalid=False)
         tracker.add_evaluation(tally.evaluation(label, model, update, NIM, "scripted:random"))
     for update in (1, 2, 3):
-        registry.add_policy(f"ckpt-{update}", update, update)
-        registry.update_ratings({0: f"ckpt-{update}", 1: RANDOM.uid}, {0: 1.0, 1: 0.0}, NIM)
+        if f"ckpt-{update}" not in registry.get_all_models():
+            registry.add_policy(f"ckpt-{update}", update, update)
+        if not games:
+            registry.update_ratings({0: f"ckpt-{update}", 1: RANDOM.uid}, {0: 1.0, 1: 0.0}, NIM)
         rating = registry.get(f"ckpt-{update}").rating
         ratings = {"trueskill/current mu": rating.mu, "trueskill/current sigma": rating.sigma}
         tracker.log_update(update, {"learner/entropy": 2.0 / update, "run/tokens_per_s": 100.0, **ratings})
@@ -344,7 +356,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
     expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")
     expect(page.locator("#ladder-chart figure")).to_have_count(1)
     row = page.get_by_role("region", name="Ladder of 12-00-00-mine").locator("tbody tr").first
-    expect(row).to_contain_text("ckpt-3")
+    expect(row).to_contain_text("ckpt-2 strongest")
     last = (
         page.get_by_role("region", name="Ladder of 12-00-00-mine")
         .locator("tr", has_text="scripted:random")
@@ -424,6 +436,7 @@ def test_search_finds_games_and_an_empty_list_says_why(page: Page) -> None:
 def test_each_share_has_the_interval_of_its_own_game_count() -> None:
     group = "evaluation-E (o)"
     run = RunData.__new__(RunData)
+    run.steps, run.hours_at = [7], {7: 0.5}
     run.curves = {
         f"{group}/n": [512.0],
         f"{group}/Win Rate": [0.5],
@@ -441,13 +454,17 @@ def test_each_share_has_the_interval_of_its_own_game_count() -> None:
     of = {name.removeprefix(f"{group}/"): metric_points(run, name)[0] for name in run.curves}
     for name, n in (("Win Rate", 512), ("concurrent checkpoint Invalid Rate", 20)):
         count = round(of[name].y * n)
-        assert of[name].band == points_interval(count, 0, n - count)
+        assert of[name][3:5] == rounded(points_interval(count, 0, n - count))
         assert of[name].text.endswith(f", n = {n})")
-    assert of["checkpoint Win Rate"] == (0.5, (0.366, 0.634), "50.0 % (36.6–63.4, n = 50)")
-    assert of["Format Success Rate - invalid_move"].band == points_interval(50, 0, 50)
-    assert of["Points"].band == points_interval(256, 128, 128)
-    assert of["checkpoint Win Rate low"] == (0.366, None, "36.6 % (n = 50)")
+    assert of["checkpoint Win Rate"] == (7, 0.5, 0.5, 0.366, 0.634, "50.0 % (36.6–63.4, n = 50)")
+    assert of["Format Success Rate - invalid_move"][3:5] == rounded(points_interval(50, 0, 50))
+    assert of["Points"][3:5] == rounded(points_interval(256, 128, 128))
+    assert of["checkpoint Win Rate low"] == (7, 0.5, 0.366, None, None, "36.6 % (n = 50)")
     assert of["learner/entropy"].text == "0.123"
+
+
+def rounded(interval: tuple[float, float]) -> tuple[float, ...]:
+    return tuple(float(f"{edge:.4g}") for edge in interval)
 
 
 @pytest.mark.browser
@@ -794,10 +811,11 @@ def test_charts_of_evaluations_are_in_the_order_of_the_config(tmp_path: Path) ->
         *(line | {"opponent": name, "label": label} for name in names for label in ("concurrent", "before")),
     )
     data = RunData(run)
-    charts = evaluation_charts([data], [data.rows])
+    charts = evaluation_charts([data])
     titles = [f"Points against {name} in {NIM}" for name in reversed(names)]
     assert [chart["title"] for chart in charts] == [*titles, *(f"{title}, while training" for title in titles)]
-    assert charts[0]["runs"][0]["text"] == ["50.0 % (40.2–59.8, n = 100)"]
+    (line,) = lines_by_name(groups_of([data]))[charts[0]["name"]]
+    assert [point.text for point in line["points"]] == ["50.0 % (40.2–59.8, n = 100)"]
 
 
 def test_state_of_the_run_is_in_the_first_screen(tmp_path: Path) -> None:
@@ -829,43 +847,6 @@ def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
-    outcomes = outcomes_from_rewards(dict(enumerate(rewards)), has_teams)
-    spec = make_spec(*models, kind="eval", env_id=NIM)
-    return make_record(spec, *rewards, turns=game(0).turns, outcomes=outcomes)
-
-
-@pytest.mark.parametrize(
-    ("record", "result", "base", "other"),
-    [
-        (seated(BASE, RANDOM, RANDOM, rewards=(1, 0, -1)), "win", "win", "loss"),
-        (seated(RANDOM, BASE, RANDOM, rewards=(1, 0, -1)), "draw", "loss", "win"),
-        (seated(RANDOM, RANDOM, BASE, rewards=(1, 0, -1)), "loss", "loss", "win"),
-        (seated(RANDOM, BASE, RANDOM, rewards=(1, 1, -1)), "win", "draw", "draw"),
-        (seated(RANDOM, BASE, RANDOM, rewards=(1, -1, 1)), "loss", "loss", "win"),
-        (seated(BASE, RANDOM, RANDOM, RANDOM, rewards=(1, 1, -1, -1), has_teams=True), "win", "win", "win"),
-    ],
-    ids=["first", "second", "last", "first with one", "behind both", "in a team"],
-)
-def test_game_counts_once_per_pair_and_per_model(
-    tmp_path: Path, record: GameRecord, result: str, base: str, other: str
-) -> None:
-    run = write_run(tmp_path / "12-00-00-seats", [record])
-    games = read_games(run, None, 10)
-    reverse = {"win": "loss", "draw": "draw", "loss": "win"}[result]
-    assert games.results == {("base", RANDOM.uid): {result: 1}, (RANDOM.uid, "base"): {reverse: 1}}
-    assert games.outcomes == {"base": {base: 1}, RANDOM.uid: {other: 1}}
-    # The table of evaluations counts the model at one seat in the same way.
-    evaluation = summarise_evaluation("x", 0, BASE, NIM, "scripted:random", [record])
-    assert {"win": evaluation.wins, "draw": evaluation.draws, "loss": evaluation.losses}[base] == 1
-
-
-def test_seats_of_one_model_against_itself_are_not_a_match(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "12-00-00-mirror", [seated(BASE, BASE, BASE, rewards=(1, 0, -1))])
-    games = read_games(run, None, 10)
-    assert (games.results, games.outcomes) == ({}, {})
 
 
 def test_every_model_appears_once_in_the_matrix(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from unstable_lite import files
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config.reading import read_config
-from unstable_lite.dashboards.report.curves import evaluation_charts
-from unstable_lite.dashboards.run_directory import list_runs, read_runs
+from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name
+from unstable_lite.dashboards.run_directory import groups_of, list_runs, read_runs
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import create_run_directory
@@ -255,6 +255,7 @@ def test_evaluation_between_the_kept_updates_of_a_long_run_has_its_time(
     monkeypatch.setattr("unstable_lite.dashboards.run_directory.MAX_POINTS", 10)
     (run,) = read_runs([shown_runs.quickstart(tmp_path)])
     assert 85 not in run.steps
-    chart, *_ = evaluation_charts([run], [run.rows])
-    assert chart["runs"][0]["steps"] == [0, 85, 170, 255]
-    assert None not in chart["runs"][0]["hours"][1:]
+    chart, *_ = evaluation_charts([run])
+    (line,) = lines_by_name(groups_of([run]))[chart["name"]]
+    assert [point.step for point in line["points"]] == [0, 85, 170, 255]
+    assert None not in [point.hours for point in line["points"][1:]]

@@ -7,191 +7,159 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from unstable_lite.dashboards.league import FIXED, name_of
-from unstable_lite.dashboards.run_directory import RunData
-from unstable_lite.tracking.displayed_metrics import METRICS, is_share
-from unstable_lite.tracking.evaluations import Evaluation, evaluation_group
+from unstable_lite.dashboards.run_directory import Group, RunData
+from unstable_lite.tracking.displayed_metrics import METRICS, TOPICS, Metric, is_share, metrics_of_env
+from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.intervals import percent, percent_range, points_interval, seeds_interval
-from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, side_by_side
+from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, seeds_rows, side_by_side
 from unstable_lite.types import BASE
 
 OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
 IS_EDGE = re.compile(r" (low|high)$")
-OF_GAMES = (
-    ("Points", "Points in training games", "Against every opponent, itself included: against itself it is a half."),
-    ("reward", "Reward in training games", "Of the policy's seats, over the newest 512."),
-)
-OF_ANSWERS = (
-    ("Ended by own invalid move", "Lost by an own invalid move", "Share of games."),
-    ("Format Success Rate - correct_answer_format", "Answers in the right place", "Share of turns."),
-    ("Response Length (token)", "Tokens of an answer", ""),
-    ("Game Length", "Turns of a game", ""),
-)
-"""Metrics of an env, each with its title and its meaning."""
 
 Band = tuple[float, float] | None
+Line = dict[str, Any]
+"""Label, number of the group, number of the run unless it is the mean of the group's seeds, and points."""
 
 
 class Point(NamedTuple):
+    step: int
+    hours: float | None
+    """Duration of the run by then, if it is known."""
     y: float
-    band: Band
+    low: float | None
+    high: float | None
     text: str
     """Value, and in brackets its 95 % interval and sample size."""
 
 
-def sections(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> list[dict[str, Any]]:
-    """Return the groups of charts. rows: result rows of each group of runs."""
-    envs = {name.partition("/")[0]: "" for run in runs for name in run.curves if name.startswith("collection-")}
-    envs = {env: f", {env[11:]}" if len(envs) > 1 else "" for env in envs}
-    exact = sorted({name for run in runs for name in run.curves if re.match("exploitability(_legal)?/", name)})
-    engines = sorted({name for run in runs for name in run.curves if re.match("inference/.*/tok_s$", name)})
-
-    def of_envs(metrics: Iterable[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
-        return (_chart(f"{env}/{name}", title + of, why) for env, of in envs.items() for name, title, why in metrics)
-
-    def of_topic(topic: str) -> Iterator[dict[str, Any]]:
-        shown = (metric for metric in METRICS.values() if metric.topic == topic)
-        return (_chart(one.name, one.label[:1].upper() + one.label[1:], one.meaning) for one in shown)
-
-    groups = (
-        ("Does it play better?", [*evaluation_charts(runs, rows), *of_envs(OF_GAMES), *map(_exact_chart, exact)]),
-        ("Is it healthy?", [*of_envs(OF_ANSWERS), *of_topic("health")]),
-        (
-            "How fast is it?",
-            [*of_topic("speed"), *(_chart(name, f"Tokens a second, {name[10:-6]}") for name in engines)],
-        ),
-    )
-    known = {name for run in runs for name, values in run.curves.items() if values.count(None) < len(values)}
-    return [
-        {"title": title, "charts": [chart for chart in charts if chart.get("runs") or chart["name"] in known]}
-        for title, charts in groups
-    ]
+def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str, Any]]:
+    """Return the groups of charts, given the names of all curves."""
+    envs = [env for run in runs for key in ("train_envs", "eval_envs") for env in run.config.get(key, ())]
+    env_ids = dict.fromkeys(env["env_id"] for env in envs)
+    metrics = [(env_id, metric) for env_id in env_ids for metric in metrics_of_env(env_id)]
+    metrics += [("", metric) for metric in METRICS.values()]
+    engines = sorted(name for name in curves if re.match("inference/.*/tok_s$", name))
+    metrics += [("", Metric(f"tokens a second, {name[10:-6]}", name, topic="speed")) for name in engines]
+    known = [(env_id, metric) for env_id, metric in metrics if metric.name in curves]
+    has_envs = len({env_id for env_id, _ in known if env_id}) > 1
+    charts: dict[str, list[dict[str, Any]]] = {topic: [] for topic in TOPICS}
+    charts["play"] = evaluation_charts(runs)
+    for env_id, metric in known:
+        if metric.topic:
+            title = metric.title or metric.label[:1].upper() + metric.label[1:]
+            title += f", {env_id}" * bool(has_envs and env_id)
+            charts[metric.topic].append({"name": metric.name, "title": title, "explain": metric.meaning})
+    return [{"title": title, "charts": charts[topic]} for topic, title in TOPICS.items()]
 
 
-def _chart(name: str, title: str, explain: str = "") -> dict[str, Any]:
-    return {"name": name, "title": title, "explain": explain, "share": is_share(name)}
-
-
-def _exact_chart(name: str) -> dict[str, Any]:
-    kind, _, env_id = name.partition("/")
-    of, condition = (" of legal answers", ", if every answer were legal") if kind.endswith("legal") else ("", "")
-    explain = f"A best response wins this much a game, exact, in its units{condition}. 0 is an equilibrium."
-    return _chart(name, f"Exploitability{of}, {env_id}", explain)
-
-
-def evaluation_charts(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> list[dict[str, Any]]:
+def evaluation_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return a chart for each env and opponent, in the order of the config, those of games while training last."""
-    by_group = {_any(line).key: line for line in side_by_side(rows)}
-    members = [[run for run in runs if run.group == group] for group in range(len(rows))]
     charts = []
     for of_runs in side_by_side([run.rows for run in runs]):
-        row = _any(of_runs)
-        is_one = len({one.reference for one in of_runs if one is not None}) == 1
-        tag = f"{evaluation_group(row.newest.label, *row.key[1:])} {'Points' if row.newest.is_share else 'Reward'}"
-        games = "Evaluation games beside the training ones" if row.is_concurrent else "Games that are not trained on"
-        of_groups = by_group.get(row.key, [None] * len(rows))
-        charts.append(
-            _chart(tag, row.title, f"{games}. Dashed: {row.reference_text}." if is_one else f"{games}.")
-            | {"share": row.newest.is_share, "reference": row.reference if is_one else None}
-            | {"runs": [_evaluations(one, [run]) for one, run in zip(of_runs, runs, strict=True)]}
-            | {"groups": [_evaluations(one, of) for one, of in zip(of_groups, members, strict=True)]}
-        )
+        known = [row for row in of_runs if row is not None]
+        row, references = known[0], {row.reference for row in known}
+        explain = "Games beside the training ones." if row.is_concurrent else "Games that are not trained on."
+        chart: dict[str, Any] = {"name": _tag(row), "title": row.title, "explain": explain}
+        if len(references) == 1:
+            chart |= {"explain": f"{explain} Dashed: {row.reference_text}.", "reference": row.reference}
+        charts.append(chart)
     return charts
 
 
-def _any(line: Sequence[ResultRow | None]) -> ResultRow:
-    return next(row for row in line if row is not None)
+def lines_by_name(groups: Sequence[Group]) -> dict[str, list[Line]]:
+    """Return the lines of every metric that has values: of each run, and the mean of each group with several."""
+    runs, lines = [run for group in groups for run in group.runs], defaultdict[str, list[Line]](list)
+    for number, group in enumerate(groups):
+        for run in group.runs:
+            for name, points in _points_by_name([run]).items():
+                lines[name].append({"label": run.label, "group": number, "run": runs.index(run), "points": points})
+        for name, points in _points_by_name(group.runs).items() if len(group.runs) > 1 else ():
+            lines[name].append({"label": group.label, "group": number, "points": points})
+    return lines
 
 
-def _evaluations(row: ResultRow | None, runs: Sequence[RunData]) -> dict[str, Any] | None:
-    """Return the line of one row of a run or of several seeds, if there is one."""
-    if row is None:
-        return None
-    evaluations = row.evaluations
-    steps = [one.step for one in evaluations]
-    bands = (one.interval if math.isfinite(one.interval[0]) else None for one in evaluations)
-    points = [Point(one.value, band, _result(one)) for one, band in zip(evaluations, bands, strict=True)]
-    return {"steps": steps, "hours": _hours(runs, steps), **_columns(points)}
-
-
-def _result(one: Evaluation) -> str:
-    seeds = f", {len(one.of_seeds)} seeds" if isinstance(one, SeedsEvaluation) else ""
-    interval = "" if one.interval_text == "–" else f"{one.interval_text}, "
-    return f"{one.value_text} ({interval}n = {one.n:,}{seeds})"
-
-
-def run_data(run: RunData) -> dict[str, Any]:
-    return {
-        "label": run.label,
-        "group": run.group,
-        "steps": run.steps,
-        "hours": _hours([run], run.steps),
-        "curves": {name: _columns(metric_points(run, name)) for name in run.curves},
-        "ladder": list(_ladder_lines(run)),
-        "cap": run.config.get("learner", {}).get("importance_weight_cap"),
+def _points_by_name(runs: Sequence[RunData]) -> dict[str, list[Point]]:
+    """Return the points of every metric with values, of one run or as means over several."""
+    curves = {
+        name: metric_points(runs[0], name) if len(runs) == 1 else _means(runs, name)
+        for name in dict.fromkeys(name for run in runs for name in run.curves)
     }
+    curves |= {_tag(row): evaluation_points(row, runs) for row in seeds_rows([run.rows for run in runs])}
+    return {name: points for name, points in curves.items() if points}
 
 
-def group_data(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return the means over a group's seeds, wherever at least two of them have a value."""
-    steps = sorted({step for run in runs for step in run.steps}) if len(runs) > 1 else []
-    curves = {}
-    for name in dict.fromkeys(name for run in runs for name in run.curves) if steps else ():
-        of_runs = [dict(zip(run.steps, run.curves.get(name, ()), strict=False)) for run in runs]
-        found = ([y for of_run in of_runs if (y := of_run.get(step)) is not None] for step in steps)
-        curves[name] = _columns([_mean(values, is_share(name)) if len(values) > 1 else None for values in found])
-    return {"label": label, "steps": steps, "hours": _hours(runs, steps), "curves": curves}
+def _tag(row: ResultRow) -> str:
+    """Return the name of the metric that a result row shows."""
+    return f"{evaluation_group(row.newest.label, *row.key[1:])} {'Points' if row.newest.is_share else 'Reward'}"
 
 
-def _mean(values: Sequence[float], is_share: bool) -> Point:
-    mean, least, most = fmean(values), min(values), max(values)
-    band = seeds_interval(values, *(0.0, 1.0) if is_share else ()) if most - least > 1e-9 * max(1, abs(mean)) else None
-    return Point(mean, band, _text(mean, band, is_share, f"{len(values)} seeds"))
+def _point(runs: Iterable[RunData], step: int, y: float, band: Band, shown: str, *details: str) -> Point:
+    hours = [run.hours_at[step] for run in runs if step in run.hours_at]
+    low, high = (None if band is None else float(f"{edge:.4g}") for edge in band or (0, 0))
+    said = ", ".join(filter(None, details))
+    text = f"{shown} ({said})" if said else shown
+    return Point(step, fmean(hours) if hours else None, float(f"{y:.6g}"), low, high, text)
 
 
-def _hours(runs: Sequence[RunData], steps: Sequence[int]) -> list[float | None]:
-    """Return the mean duration of the runs at each of `steps`; None if it is not known."""
-    known = ([run.hours_at[step] for run in runs if step in run.hours_at] for step in steps)
-    return [fmean(hours) if hours else None for hours in known]
+def evaluation_points(row: ResultRow, runs: Sequence[RunData]) -> list[Point]:
+    """Return the points of one row of a run or of several seeds."""
+    points = []
+    for one in row.evaluations:
+        band = one.interval if math.isfinite(one.interval[0]) else None
+        seeds = f"{len(one.of_seeds)} seeds" if isinstance(one, SeedsEvaluation) else ""
+        interval = "" if band is None else one.interval_text
+        points.append(_point(runs, one.step, one.value, band, one.value_text, interval, f"n = {one.n:,}", seeds))
+    return points
 
 
-def metric_points(run: RunData, name: str) -> list[Point | None]:
-    """Return a metric at each update; a share of games or turns with its 95 % interval."""
-    values = run.curves[name]
-    counts = run.curves.get(_count_of(name) or "", repeat(None))
-    return [
-        None if y is None else Point(y, band, _text(y, band, is_share(name), f"n = {n:,.0f}" if n else ""))
-        for y, n, band in zip(values, counts, _bands(run, name), strict=False)
-    ]
+def _means(runs: Sequence[RunData], name: str) -> list[Point]:
+    """Return the means over seeds, wherever at least two of them have a value."""
+    by_step, points = defaultdict[int, list[float]](list), []
+    for run in runs:
+        for step, value in zip(run.steps, run.curves.get(name, ()), strict=False):
+            if value is not None:
+                by_step[step].append(value)
+    for step, values in sorted(by_step.items()):
+        if len(values) > 1:
+            mean = fmean(values)
+            is_flat = max(values) - min(values) <= 1e-9 * max(1, abs(mean))
+            band = None if is_flat else seeds_interval(values, *([0.0, 1.0] if is_share(name) else []))
+            points.append(_point(runs, step, mean, band, *_texts(name, mean, band), f"{len(values)} seeds"))
+    return points
 
 
-def _bands(run: RunData, name: str) -> Iterator[Band]:
-    values, counts = run.curves[name], run.curves.get(_count_of(name) or "")
-    if counts is None or not is_share(name) or IS_EDGE.search(name):
-        yield from repeat(None, len(values))
-        return
-    won = run.curves.get(re.sub("Points$", "Win Rate", name), values)
-    lows, highs = (run.curves.get(f"{name} {edge}", repeat(None)) for edge in ("low", "high"))
-    for share, n, win, low, high in zip(values, counts, won, lows, highs, strict=False):
+def metric_points(run: RunData, name: str) -> list[Point]:
+    """Return a metric at each update that has it; a share of games or turns with its 95 % interval."""
+    others = _count_of(name), re.sub("Points$", "Win Rate", name), f"{name} low", f"{name} high"
+    columns = (run.curves.get(other, repeat(None)) for other in others)
+    is_counted, points = is_share(name) and not IS_EDGE.search(name), []
+    for step, y, n, won, low, high in zip(run.steps, run.curves.get(name, ()), *columns, strict=False):
+        if y is None:
+            continue
+        band: Band = None
         if low is not None and high is not None:
-            yield low, high
-        elif share is None or not n or win is None:
-            yield None
-        else:
-            wins, draws = round(win * n), round(2 * (share - win) * n)
-            yield points_interval(wins, draws, round(n) - wins - draws)
+            band = low, high
+        elif n and is_counted:
+            wins = round((y if won is None else won) * n)
+            draws = round(2 * y * n) - 2 * wins
+            band = points_interval(wins, draws, round(n) - wins - draws)
+        points.append(_point([run], step, y, band, *_texts(name, y, band), f"n = {n:,.0f}" if n else ""))
+    return points
 
 
-def _count_of(name: str) -> str | None:
-    """Return the metric that is the number of entries of a mean."""
+def _count_of(name: str) -> str:
+    """Return the metric that is the number of entries of a mean; "" if there is none."""
     group, _, metric = name.rpartition("/")
     if not group.startswith(("collection-", "evaluation-")):
-        return None
+        return ""
     own, seat = re.match(r"(concurrent )?checkpoint ", metric), re.search(r"\(pid=\d+\)$", metric)
     if own:
         return f"{group}/{own[0]}n"
@@ -201,7 +169,7 @@ def _count_of(name: str) -> str | None:
     return f"{group}/n{of}"
 
 
-def _ladder_lines(run: RunData) -> Iterator[dict[str, Any]]:
+def ladder_lines(run: RunData) -> Iterator[Line]:
     """Yield the ratings, μ ± 2σ, of the policy, the base and fixed opponents. They hold until they change."""
     mus, sigmas = (run.curves.get(f"trueskill/current {name}", ()) for name in ("mu", "sigma"))
     rated = zip(run.steps, mus, sigmas, strict=False)
@@ -209,33 +177,19 @@ def _ladder_lines(run: RunData) -> Iterator[dict[str, Any]]:
     lines: dict[str, Sequence[Sequence[Any]]] = {"current policy": policy}
     lines |= {name_of(uid): rows for uid, rows in run.ladder_rows.items() if uid == BASE or uid.startswith(FIXED)}
     for label, changes in lines.items():
-        rows = [(step, mu, sigma) for step, mu, sigma, *_ in changes]
+        rows = [(step, mu, 2 * sigma) for step, mu, sigma, *_ in changes]
         if rows and run.steps and run.steps[-1] > rows[-1][0]:
             rows.append((run.steps[-1], *rows[-1][1:]))
-        points = [Point(mu, (mu - 2 * sd, mu + 2 * sd), f"{mu:.1f} (± {2 * sd:.1f})") for _, mu, sd in rows]
-        if steps := [step for step, *_ in rows]:
-            yield {"label": label, "steps": steps, "hours": _hours([run], steps), **_columns(points)}
+        points = [_point([run], at, mu, (mu - by, mu + by), f"{mu:.1f}", f"± {by:.1f}") for at, mu, by in rows]
+        if points:
+            yield {"label": label, "points": points}
 
 
-def _columns(points: Sequence[Point | None]) -> dict[str, list[Any]]:
-    """Return the points by part; low and high only if any point has them."""
-    columns: dict[str, list[Any]] = {
-        "y": [None if point is None else float(f"{point.y:.6g}") for point in points],
-        "text": [None if point is None else point.text for point in points],
-    }
-    if any(point is not None and point.band is not None for point in points):
-        for edge, name in enumerate(("low", "high")):
-            bands = (point.band if point is not None else None for point in points)
-            columns[name] = [None if band is None else float(f"{band[edge]:.4g}") for band in bands]
-    return columns
-
-
-def _text(value: float, band: Band, is_share: bool, sample: str) -> str:
-    shown, interval = percent(value) if is_share else number(value), ""
-    if band is not None:
-        interval = percent_range(*band) if is_share else " to ".join(map(number, band))
-    details = ", ".join(filter(None, (interval, sample)))
-    return f"{shown} ({details})" if details else shown
+def _texts(name: str, value: float, band: Band) -> tuple[str, str]:
+    """Return the text of the value and that of its interval."""
+    if is_share(name):
+        return percent(value), percent_range(*band) if band else ""
+    return number(value), " to ".join(map(number, band or ()))
 
 
 def number(value: float) -> str:

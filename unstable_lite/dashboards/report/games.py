@@ -1,4 +1,4 @@
-"""Read the games of a run: an even sample of transcripts, with the trained data of each turn, and all outcomes.
+"""Read the games of a run: an even sample of transcripts, with the trained data of each turn, and all ends.
 
 This takes one pass over the records; a sample that grows too large is halved. A run keeps neither the prompts of turns
 that were not trained on, which its config gives, nor the texts of tokens, which its tokenizer gives.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ from unstable_lite.config.games import TemplateConfig
 from unstable_lite.files import read_part, read_records
 from unstable_lite.games.answers import KNOWN_TAGS
 from unstable_lite.games.templates import Template, known_templates
-from unstable_lite.league.ratings import placed, sides_of
 from unstable_lite.models.local_tokenizer import CUT, IncrementalDetokenizer
 from unstable_lite.tracking.records import train_files
 
 MAX_CHARS = 64_000_000
 """Most characters of the texts in one kind's sample; compressed, transcripts take a tenth to a fiftieth of that."""
-
-Pair = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -58,10 +54,6 @@ class RunGames:
     tokenizer_found: bool
     kept: list[dict[str, Any]] = field(default_factory=list)
     """Games of the samples by number. A turn is a table: see `_turn`."""
-    results: dict[Pair, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Outcomes of the first model of each pair in its games against the second."""
-    outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Outcomes of games against other models, by model."""
     ends: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -78,9 +70,6 @@ def read_games(
     for game in read_records(run / "games.jsonl"):
         games.ends[game["end"]] += 1
         samples["void" if game["end"] == "void" else game["kind"]].add(game)
-        if game["end"] != "void" and "branch_turn" not in game:  # others played its first turns
-            _count_results(game, games.results)
-            _count_outcomes(game, games.outcomes)
     games.kept = sorted((game for of in samples.values() for game in of.games), key=lambda game: game["game_idx"])
     kept_trained = {game["game_idx"] for game in games.kept if game["kind"] == "train"}
     trained = {}  # data in batches and the number of the update, by game, player and turn
@@ -113,34 +102,6 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
     if game["kind"] == "train":
         return [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
     return [agent["pid"] for agent in game["agents"] if "opponent" not in agent]
-
-
-def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
-    """Count one result of each model against each other one; as in ratings, the better mean rank or team wins."""
-    uids = {agent["pid"]: agent["model"] for agent in game["agents"]}
-    rewards = {pid: game["rewards"][str(pid)] for pid in uids}
-    teams = {int(pid): team for pid, team in game["teams"].items()} if "teams" in game else None
-    places = placed(sides_of(uids, rewards, teams))
-    for model, other in permutations(places, 2):
-        (side, place), (other_side, other_place) = places[model], places[other]
-        if side != other_side:
-            results[model, other]["draw" if place == other_place else "loss" if place > other_place else "win"] += 1
-
-
-def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) -> None:
-    """Count one outcome for each model, that of its best seat, as in evaluations.
-
-    A model that shares the top only with itself has won.
-    """
-    seats: dict[str, set[str]] = defaultdict(set)
-    for agent in game["agents"]:
-        seats[agent["model"]].add(game["outcomes"][str(agent["pid"])])
-    if len(seats) == 1:
-        return
-    at_top = [model for model, had in seats.items() if had != {"loss"}]
-    for model, had in seats.items():
-        is_won = "win" in had or at_top == [model]
-        outcomes[model]["win" if is_won else "draw" if model in at_top else "loss"] += 1
 
 
 def _turn(

@@ -55,12 +55,8 @@ const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
 const MARKS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["cross", "✚"], ["x", "✖"]];
 const markOf = (number) => MARKS[number % 6];
 
-/** A line's points: {step, hours, y, low, high, text}. of: the run or group whose updates it has, if it has none itself. */
-function pointsOf(line, of) {
-  const { steps, hours } = line?.steps ? line : of, points = [];
-  line?.y.forEach((y, i) => y !== null && points.push({ step: steps[i], hours: hours[i], y, low: line.low?.[i] ?? null, high: line.high?.[i] ?? null, text: line.text[i] }));
-  return points;
-}
+/** A line with points as objects. */
+const lineOf = ({ points, ...line }) => ({ ...line, points: points.map(([step, hours, y, low, high, text]) => ({ step, hours, y, low, high, text })) });
 
 class Curves {
   constructor(data) {
@@ -77,20 +73,14 @@ class Curves {
   }
 
   /** Lines of one chart, each with a label and the number of its colour and mark; faint ones stand behind. */
-  lines({ name, own, ...chart }) {
+  lines({ name, own }) {
+    const all = own ?? (this.data.curves[name] ?? []).map(lineOf), isMean = ({ run }) => run === undefined;
     if (own) return own;
-    const of = (kind) => this.data[kind].map((one, i) => pointsOf(chart[kind] ? chart[kind][i] : one.curves[name], one));
-    const { runs, groups } = this.data, ofRun = of("runs");
-    const line = (i, role) => ({ label: runs[i].label, role, points: ofRun[i] });
-    const filled = (lines) => lines.filter((one) => one.points.length);
-    if (!this.byGroup) return filled(runs.map((run, i) => line(i, i)));
-    return of("groups").flatMap((points, role) => {
-      const members = filled(runs.map((run, i) => i).filter((i) => runs[i].group === role).map((i) => line(i, role)));
-      return members.length < 2 ? members : [...members.map((one) => ({ ...one, faint: true })), { label: groups[role].label, role, points }];
-    });
+    if (!this.byGroup) return all.filter((line) => !isMean(line)).map((line) => ({ ...line, role: line.run }));
+    return all.map((line) => ({ ...line, role: line.group, faint: !isMean(line) && all.some((mean) => isMean(mean) && mean.group === line.group) }));
   }
 
-  /** chart: name, title, explain, share, reference, and lines in `own`, or in `runs` and `groups`, or else those of the metric `name`. */
+  /** chart: name, title, explain, reference; its lines are in `own`, or are those of the metric `name`. */
   add(parent, chart) {
     const plot = el("div", { class: "plot", role: "img" });
     const latest = el("span", { class: "latest" });
@@ -98,7 +88,7 @@ class Curves {
     const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values", chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name ?? "")), values);
     const figure = el("figure", { class: chart.own ? "chart wide" : "chart" },
       el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details);
-    const card = { ...chart, plot };
+    const card = { ...chart, plot, share: this.data.metrics[chart.name] };
     figure.card = card;
     this.cards.push(figure);
     parent.append(figure);
@@ -251,7 +241,7 @@ function drawCurves(data) {
     curves.cards = curves.cards.filter((figure) => figure.parentNode !== every);
     every.replaceChildren();
     const wanted = names.filter((name) => name.toLowerCase().includes(search.value.toLowerCase())).sort();
-    for (const name of wanted.slice(0, 60)) curves.add(every, { name, title: name, share: data.metrics[name] });
+    for (const name of wanted.slice(0, 60)) curves.add(every, { name, title: name });
     if (wanted.length > 60) every.append(el("p", { class: "note" }, `${wanted.length - 60} more: narrow the name down.`));
   };
   whole.addEventListener("toggle", () => whole.open && !every.children.length && show());
@@ -259,12 +249,12 @@ function drawCurves(data) {
   const ladder = el("div", { class: "charts" });
   $("ladder-chart").append(ladder);
   for (const run of data.runs) {
-    const own = run.ladder.map((line, role) => ({ label: line.label, role, base: line.label === "base", points: pointsOf(line) }));
+    const own = run.ladder.map((line, role) => ({ ...lineOf(line), role, base: line.label === "base" }));
     if (own.length) curves.add(ladder, { title: `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, own, explain: "μ ± 2σ." });
   }
 
   const legend = () => {
-    const named = (curves.byGroup ? data.groups : data.runs).map(({ label }) => label);
+    const named = curves.byGroup ? data.groups : data.runs.map(({ label }) => label);
     $("legend").replaceChildren(...(named.length > 1 ? named : []).map((label, i) => el("span", {}, el("span", { class: "mark", vars: { color: `var(--${roleOf(i)})` } }, `${markOf(i)[1]} `), label)));
     $("bands").textContent = curves.byGroup
       ? "Bold: the mean over seeds, with its 95 % t-interval. Faint: each seed."

@@ -14,7 +14,6 @@ import json
 import re
 import shlex
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ import jinja2
 
 from unstable_lite.adapters.frozen import find_best
 from unstable_lite.config.games import against
-from unstable_lite.dashboards.league import Result, Results, Standing, age, choose, find_strongest, name_of
-from unstable_lite.dashboards.report.curves import group_data, run_data, sections
+from unstable_lite.dashboards.league import League, Result, age, choose, find_strongest, name_of
+from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
 from unstable_lite.errors import UnstableError
@@ -35,6 +34,8 @@ from unstable_lite.tracking.run_directory import next_evaluation
 from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
+CAP = "importance_weight_cap"
+"""Key of the learner's config with the largest weight of a token."""
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
@@ -51,11 +52,16 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     rows = [seeds_rows([run.rows for run in group.runs]) for group in groups]
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
+    curves = lines_by_name(groups)
     data = {
-        "groups": [group_data(group.label, group.runs) for group in groups],
-        "runs": [run_data(run) for run in runs],
-        "sections": sections(runs, rows),
-        "metrics": {name: is_share(name) for run in runs for name in run.curves},
+        "groups": [group.label for group in groups],
+        "runs": [
+            {"label": run.label, "ladder": [*ladder_lines(run)], "cap": run.config.get("learner", {}).get(CAP)}
+            for run in runs
+        ],
+        "sections": sections(runs, curves),
+        "curves": curves,
+        "metrics": {name: is_share(name) for name in curves},
         "games": index,
     }
     page = _template().render(
@@ -71,8 +77,8 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         commands=_next_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else [],
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=side_by_side([run.rows for run in runs]),
-        ladders=[(run, _ladder(run, of_run)) for run, of_run in read],
-        matrices=[(run, _matrix(run, of_run)) for run, of_run in read],
+        ladders=[(run, _ladder(run.league())) for run in runs],
+        matrices=[(run, _matrix(run.league())) for run in runs],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
@@ -183,13 +189,12 @@ def _state(run: RunData) -> str:
     return f"{text}, written {when:{'%H:%M' if when.date() == now.date() else '%Y-%m-%d %H:%M'}}"
 
 
-def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
+def _ladder(league: League) -> list[dict[str, Any]]:
     """Return the newest rating of each model that met another, highest lower bound first.
 
-    Bars are shares of the widest. Games against other models are those that were read. `matters`: whether a printed
-    page shows the model.
+    Bars are shares of the widest. `matters`: whether a printed page shows the model.
     """
-    ladder, met = run.league().ladder, run.league().results.games
+    ladder, met = league.ladder, league.results.games
     rated = [one for one in ladder if met[one.uid]]
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
@@ -199,7 +204,7 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
         | {
             "role": ", ".join(["current"] * one.is_current + ["strongest"] * (one.uid == strongest)),
             "matters": one in matters,
-            "results": games.outcomes.get(one.uid, Counter[str]()),
+            "results": league.results.total(one.uid),
             "from": (one.mu - 2 * one.sigma - low) / (high - low),
             "to": (one.mu + 2 * one.sigma - low) / (high - low),
         }
@@ -207,19 +212,14 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     ]
 
 
-def _matrix(run: RunData, games: RunGames) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
+def _matrix(league: League) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
     """Return the names of the columns, and rows with the results of the row's model against the columns'.
 
     There are at most `MAX_IN_MATRIX` models, those that matter by age. Columns are the models that met several others,
-    so that a league of many checkpoints and one opponent is one column. Without games the run's league log is taken.
+    so that a league of many checkpoints and one opponent is one column.
     """
-    results = Results()
-    for (one, other), counts in games.results.items():
-        results.set(one, other, Result(counts.total(), counts["win"], counts["draw"], counts["loss"]))
-    if not games.results:
-        results = run.league().results
-    known = {standing.uid: standing for standing in run.league().ladder}
-    met = [known.get(uid, Standing(uid, 0.0, 0.0, 0)) for uid in sorted(results.games, key=age)]
+    results = league.results
+    met = sorted((standing for standing in league.ladder if results.games[standing.uid]), key=lambda row: age(row.uid))
     names = [standing.uid for standing in choose(met, results.games, MAX_IN_MATRIX)]
     cells = {name: {other: results.of(name, other) for other in names if other != name} for name in names}
     columns = [name for name in names if sum(cell is not None for cell in cells[name].values()) > 1] or names
