@@ -20,7 +20,7 @@ from unstable_lite.orchestrator.event_loop import end_signals
 from unstable_lite.tracking.intervals import percent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from unstable_lite.orchestrator.run import Summary
 
@@ -223,6 +223,7 @@ def main() -> None:
 
 
 def print_summary(summary: Summary) -> None:
+    from unstable_lite.dashboards.next_steps import command, next_commands
     from unstable_lite.dashboards.terminal import evaluation_tables, key_value_lines, print_lines, remark_lines
     from unstable_lite.tracking.displayed_metrics import Totals, duration
 
@@ -236,7 +237,6 @@ def print_summary(summary: Summary) -> None:
     since = " since the resume" * summary.is_resumed
     totals = Totals(summary.games, summary.eval_games, summary.void_games, summary.seconds)
     directory = str(summary.directory)
-    resume = _command("run", "--resume", directory)
     dropped, played = summary.dropped_stale_steps, summary.played_steps
     dropped_shown = f"{dropped}" + (f" of {played} ({percent(dropped / played)})" if played else "")
     dropped_shown += f"; most of {summary.most_dropped}" if summary.most_dropped else ""
@@ -247,47 +247,29 @@ def print_summary(summary: Summary) -> None:
         ("stale steps dropped", dropped_shown),
         ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
     ]
-    paths = [("run directory", directory), *_next_commands(summary)]
-    if planned and summary.stopped_by is None and summary.checkpoint is not None:
-        paths.append(("to continue", resume))
+    has_opponent = any(row.has_opponent for row in summary.results)
+    steps = next_commands(summary.directory, has_opponent, not planned or summary.stopped_by is not None)
+    paths = [
+        ("run directory", directory),
+        *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
+        ("games, turn by turn", str(summary.directory / "games.jsonl")),
+        ("curves", shlex.join(["tensorboard", "--logdir", str(summary.directory / "tensorboard")])),
+        *((label, " ".join(words)) for label, words in steps.items()),
+    ]
     lines = key_value_lines([*rows, *paths]).split("\n")
     print_lines(out, "\n".join(lines[: len(rows)]))
     out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # copied text must have no line breaks
     for line in (*(f"alarm {alarm}" for alarm in summary.alarms), *summary.collapsed):
         print_lines(out, line)
     if summary.stopped_by is not None:
-        way_on = f"{summary.checkpoint}; to continue regardless: {resume}"
+        way_on = f"{summary.checkpoint}; to continue regardless: {command('run', '--resume', directory)}"
         saved = way_on if summary.checkpoint else "none, because no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
 
 
-def _next_commands(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield the newest and the best checkpoint, and the commands that come next, to be pasted."""
-    from unstable_lite.adapters.frozen import find_best
-
-    directory, model = str(summary.directory), f"run:{summary.directory}/best"
-    if (best := summary.checkpoint) is not None:
-        yield "newest adapter", str(best)
-    try:
-        best, text = find_best(summary.directory)
-        yield "best checkpoint", text
-    except ConfigError:  # none was both evaluated and saved
-        model = directory
-    yield "games, turn by turn", str(summary.directory / "games.jsonl")
-    yield "curves", shlex.join(["tensorboard", "--logdir", str(summary.directory / "tensorboard")])
-    yield "report", _command("report", directory)
-    if summary.checkpoint is not None:
-        if any(row.has_opponent for row in summary.results):
-            yield "play against it", _command("play", model)
-        yield "evaluate it again", _command("eval", "base", best, "--output", summary.directory / "eval")
-
-
-def _command(*words: object) -> str:
-    return shlex.join(["unstable-lite", *map(str, words)])
-
-
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:
     """Print the results of `sft`, whose `record` is the content of sft.json."""
+    from unstable_lite.dashboards.next_steps import command
     from unstable_lite.dashboards.terminal import key_value_lines, print_lines
 
     metrics: dict[str, float] | None = record["metrics"]
@@ -297,7 +279,7 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
     if metrics is None:
         rows += [
             ("pairs file", str(directory / "pairs.jsonl")),
-            ("to train on them", _command("sft", config, f"sft.data={directory / 'pairs.jsonl'}")),
+            ("to train on them", command("sft", config, f"sft.data={directory / 'pairs.jsonl'}")),
         ]
     else:
         first, last = metrics["train_loss_first_epoch"], metrics["train_loss_last_epoch"]
@@ -312,6 +294,6 @@ def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> 
         rows += [
             ("time", f"{record['seconds']:.0f} s"),
             ("adapter", str(directory)),
-            ("to start from it", _command("run", config, f"lora.initial_lora_path={directory}")),
+            ("to start from it", command("run", config, f"lora.initial_lora_path={directory}")),
         ]
     print_lines(console(), key_value_lines(rows))

@@ -263,7 +263,8 @@ def _result(rows: Sequence[ResultRow]) -> str:
     before = f"{row.before.value_text} → " * (row.before is not row.newest)
     more = f", and {len(rows) - 1} more" * (len(rows) > 1)
     when = " before training" * (not row.newest.step)
-    return f"{row.label}: {before}{row.newest.value_text}{when} ({row.newest.interval_text}){more}"
+    result = f"{before}{row.newest.value_text}{when} ({row.newest.interval_text})" if row.newest.n else row.verdict_text
+    return f"{row.label}: {result}{more}"
 
 
 def _began(directory: Path) -> float:

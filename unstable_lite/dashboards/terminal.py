@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -26,12 +24,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unstable_lite.config.games import against
+from unstable_lite.dashboards.text_rows import hanging
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow
 
 PLAIN_LINE_EVERY_S = 5.0
-WORD = re.compile(r" *\S+ *")
 
 
 class VisibleConsole(Console):
@@ -161,7 +159,8 @@ class TerminalInterface:
                 bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
                 lines.append(Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
             shown = self._status() if self._status is not None else self._last_status
-            lines += [hanging(as_line(line), self.console.width) for line in shown.split("\n")]
+            for line in shown.split("\n"):
+                lines += hanging(as_line(line), self.console.width)
         for describe, since in self._doing:
             lines.append(Text(f"{describe()}  ({time.monotonic() - since:.0f} s)"))
         return Group(*lines)
@@ -182,31 +181,11 @@ def as_line(text: str) -> Text:
     return line
 
 
-def hanging(line: Text, width: int) -> Text:
-    """Return the line wrapped: between columns, which two spaces part, else between words, which are never cut.
-
-    What follows begins below the second column.
-    """
-    columns = [*re.finditer(r" *\S+(?: \S+)* *", line.plain)]
-    indent = columns[0].end() if len(columns) > 1 and columns[0].end() <= width // 2 else 2
-    breaks, used = list[int](), 0
-    for column in columns:
-        is_whole = cell_len(column[0].rstrip()) <= width - indent
-        for part in [column] if is_whole else WORD.finditer(line.plain, *column.span()):
-            if used > indent and used + cell_len(part[0].rstrip()) > width:
-                breaks.append(part.start())
-                used = indent
-            used += cell_len(part[0])
-    lines = line.divide(breaks)
-    for one in lines:
-        one.rstrip()
-    return Text("\n" + " " * indent).join(lines)
-
-
 def print_lines(console: Console, text: str | Text) -> None:
     """Print lines: whole, but on a terminal wrapped at words."""
     for line in text.split() if isinstance(text, Text) else map(as_line, text.split("\n")):
-        console.print(hanging(line, console.width) if console.is_terminal else line, soft_wrap=True)
+        for row in hanging(line, console.width) if console.is_terminal else [line]:
+            console.print(row, soft_wrap=True)
 
 
 def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:
@@ -252,7 +231,7 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
                 *[one.optimal_text] * has_choices,
             )
         if row.change is not None:
-            table.caption = f"change {row.change_text()} (95 %: {row.change_interval_text}): {row.verdict_text}"
+            table.caption = f"change {row.change_text} (95 %: {row.change_interval_text}): {row.verdict_text}"
         tables.append(table)
     return tables
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import textwrap
+import re
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
+from rich.cells import cell_len
 from rich.text import Text
 
+WORD = re.compile(r" *\S+ *")
 BARS = "▁▂▃▄▅▆▇█"
 SPIKE = "!"
 """Mark of a sparkline's cell that contains a spike."""
@@ -32,12 +34,30 @@ def aligned(table: Sequence[Sequence[Text]], justify: str, width: int | None = N
     return lines
 
 
-def labelled(label: str, text: str, label_width: int, width: int, most: int, style: str = "") -> list[Text]:
-    """Return a label with a text, wrapped at words into at most `most` rows."""
-    room = width - label_width - 2
-    rows = textwrap.wrap(text, room, max_lines=most, placeholder=" …", break_on_hyphens=False)
-    heads = [label, *[""] * (len(rows) - 1)]
-    return [Text.assemble(head.ljust(label_width), "  ", (row, style)) for head, row in zip(heads, rows, strict=True)]
+def hanging(line: Text, width: int, most: int | None = None) -> list[Text]:
+    """Return the line wrapped: between columns, which two spaces part, else between words, which are never cut.
+
+    What follows begins below the second column. most: number of rows, of which the last one may end with an ellipsis.
+    """
+    columns = [*re.finditer(r" *\S+(?: \S+)* *", line.plain)]
+    indent = columns[0].end() if len(columns) > 1 and columns[0].end() <= width // 2 else 2
+    breaks, used = list[int](), 0
+    for column in columns:
+        is_whole = cell_len(column[0].rstrip()) <= width - indent
+        for part in [column] if is_whole else WORD.finditer(line.plain, *column.span()):
+            if used > indent and used + cell_len(part[0].rstrip()) > width:
+                breaks.append(part.start())
+                used = indent
+            used += cell_len(part[0])
+    rows = [Text(" " * indent * (number > 0)).append_text(row) for number, row in enumerate(line.divide(breaks))]
+    for row in rows:
+        row.rstrip()
+    if most is not None and len(rows) > most:
+        last = rows[most - 1]
+        if last.cell_len > width - 2:
+            last.right_crop(len(last) - last.plain.rfind(" ", 0, width - 1))
+        last.append(" …")
+    return rows[:most]
 
 
 def sparkline(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shlex
 import sys
 import termios
 import time
@@ -24,15 +23,14 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from unstable_lite.adapters.frozen import by_update, find_best
 from unstable_lite.dashboards.league import ladder_lines
+from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.run_directory import RunDirectory
-from unstable_lite.dashboards.text_rows import SPIKE, aligned, labelled, sparkline
-from unstable_lite.errors import UnstableError
+from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, sparkline
 from unstable_lite.tracking.displayed_metrics import Metric, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
-from unstable_lite.tracking.run_directory import PAUSED, next_evaluation
+from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.spikes import Spike
 
 REDRAW_S = 2.0
@@ -161,16 +159,15 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
     """Return a row for each env and opponent; a second one, with the verdict in words, if these do not fit into it."""
     rows = view.results()
     if not rows:
-        return [Text("results", style="bold"), *labelled("", _next_evaluation(view), 0, width, 2)]
+        return [Text("results", style="bold"), *hanging(Text(f"  {upcoming(view)}"), width, 2)]
     updates = {row.newest.step for row in rows}
     newest = f"update {updates.pop()}" if len(updates) == 1 else "newest"
     heads = ["first" if any(row.before.step for row in rows) else "before", newest, "95 % interval", "change"]
     table = [[Text("results", style="bold"), *(Text(head, style="dim") for head in heads)]]
     for row in rows:
-        style, gain = COLOURS[row.verdict], row.change
-        mark = "  " if gain is None or gain.low <= 0 <= gain.high else "▲ " if gain.low > 0 else "▼ "
+        style, mark = COLOURS[row.verdict], {0: "  ", 1: "▲ ", -1: "▼ "}[row.direction]
         name = row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent
-        numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text())
+        numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text)
         styles = ("", f"{style} bold", "", style)
         table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
     env_ids = [row.env_id for row in rows]
@@ -193,7 +190,7 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
         if second.plain.strip() and has_second:
             shown.append(second)
     if not any(row.change for row in rows):
-        shown += labelled("", f"one evaluation so far; {_next_evaluation(view)}", 0, width, 2)
+        shown += hanging(Text(f"  one evaluation so far; {upcoming(view)}"), width, 2)
     return shown
 
 
@@ -214,24 +211,10 @@ def _trends(rows: Sequence[ResultRow], width: int) -> list[Text]:
 
 def _words(row: ResultRow, room: int) -> Text:
     """Return the verdict in words, if it does not fit without the change, for which the row has a mark."""
-    said = row.verdict_text if row.change else ""
+    said = row.verdict_text if row.change or not row.newest.n else ""
     if len(said) > room:
         said = said.rpartition("; ")[2]
     return Text("; ".join(filter(None, [said, *row.newest.remarks])), style=COLOURS[row.verdict])
-
-
-def _next_evaluation(view: RunDirectory) -> str:
-    """Return when the next evaluation begins, or why none does."""
-    run, made = view.config["run"], view.num_updates
-    has_games = run.get("eval_games") or (run.get("num_eval_workers", 16) and run.get("schedule") != "sync")
-    if not view.config.get("eval_envs") or not has_games:
-        return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
-    if not view.is_up:
-        return f"the run stopped before {'another' if view.lines('eval') else 'an'} evaluation ended"
-    if not run.get("eval_games"):
-        return "games beside training are a checkpoint's evaluation as soon as it has played its last one"
-    first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
-    return f"{first}the next begins after update {next_evaluation(run, made, view.learning_steps)}"
 
 
 def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
@@ -247,10 +230,10 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     lines = [Text.assemble(("health".ljust(LABEL), "bold"), "  ", (heads, "dim"))]
     for label, texts, order in (("alarms", alarms, "newest"), ("spikes", [one.text for one in spikes], "largest")):
         text = f"{len(texts)}, {order}: {texts[0]}" if texts else "none"
-        lines += labelled(label, text, LABEL, width, most, "red" if texts else "")
-    lines += labelled("games ended early", ended or "none", LABEL, width, 1)
+        lines += hanging(Text.assemble(label.ljust(LABEL), "  ", (text, "red" if texts else "")), width, most)
+    lines += hanging(Text(f"{'games ended early':<{LABEL}}  {ended or 'none'}"), width, 1)
     if not view.updates():
-        return [*lines, *labelled("metrics", "none yet; they come with the first update", LABEL, width, 1)]
+        return [*lines, Text(f"{'metrics':<{LABEL}}  none yet; they come with the first update")]
     lines += _metric_lines(view, of_topic("health"), spikes, cells)
     for env in view.config["train_envs"]:
         shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells)
@@ -277,15 +260,21 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
 
 
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:
-    """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue."""
-    directory = shlex.quote(str(view.directory))
-    steps = [("report", f"unstable-lite report {directory}")]
-    with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
-        steps.insert(0, ("best", find_best(view.directory)[1]))
-    is_over = view.ending == "ended" and view.num_updates >= view.learning_steps
-    if not is_over and by_update(view.directory / "checkpoints"):
-        steps.append(("continue", f"unstable-lite run --resume {directory}"))
-    return [line for label, text in steps for line in labelled(label, text, 8, width, 3)]
+    """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue.
+
+    A path is whole: if it does not fit behind its words it has its own row, and it is left out if it is longer still.
+    """
+    is_over, lines = view.ending == "ended" and view.num_updates >= view.learning_steps, list[Text]()
+    steps = next_commands(view.directory, False, is_over)
+    for label in ("best checkpoint", "report", "to continue"):
+        words, path = steps.get(label, ("", ""))
+        row, below = Text(f"{label:<15}  {words} {path}"), Text(path)
+        if words and row.cell_len > width:
+            row, below = Text(f"{label:<15}  {words}"), below if below.cell_len <= width else Text("…")
+            lines += [row, below]
+        elif words:
+            lines.append(row)
+    return lines
 
 
 def _workers(view: RunDirectory, width: int, room: int, load: MachineLoad) -> list[Text]:

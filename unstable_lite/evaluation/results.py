@@ -229,7 +229,7 @@ def _change(first: CellEvaluation, later: CellEvaluation) -> str:
     if later is first or not (first.n and later.n):
         return ""
     row = result_rows([first, later])[-1]
-    return f"{later.model}: {row.change_text()} compared with {first.model} (95 %: {row.change_interval_text})"
+    return f"{later.model}: {row.change_text} compared with {first.model} (95 %: {row.change_interval_text})"
 
 
 def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:

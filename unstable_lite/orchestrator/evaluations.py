@@ -89,8 +89,8 @@ class Evaluations:
         """Say an evaluation in one row, below a header for the first one, and each of its remarks."""
         parts, say = self._parts, self._parts.terminal.say
         config, when = parts.plan.config, f"update {evaluation.step}"
-        row = next((row for row in parts.results() if evaluation in row.evaluations), None)
-        if row is None:
+        row = next((row for row in parts.results() if evaluation is row.newest), None)
+        if row is None or not evaluation.n:
             say(f"{when}  {evaluation.describe()}")
             return
         cells = [(env.env_id, env.opponent) for env in config.eval_envs]
@@ -101,7 +101,7 @@ class Evaluations:
             self._headers.add(value)
             say(form.format("when", "opponent", f"{value} (95 %)", "change"))
         result = f"{evaluation.value_text} ({evaluation.interval_text})"
-        say(form.format(when, row.label, result, row.change_text(evaluation)))
+        say(form.format(when, row.label, result, row.change_text))
         for remark in (*evaluation.remarks, *filter(None, [evaluation.utility_text])):
             say(f"{when}  {row.label}: {remark}")
 

@@ -166,7 +166,7 @@ class Progress:
         """Yield the newest results, each group with its update, and the reward in training."""
         config, step = self._parts.plan.config, -1
         for row in rows[:MOST_SHOWN]:
-            newest, change = row.newest, f" ({row.change_text()})" * (row.change is not None)
+            newest, change = row.newest, f" ({row.change_text})" * (row.change is not None)
             when = f"update {newest.step}{' (before training)' * (not newest.step)}: " * (newest.step != step)
             yield f"{when}{row.label} {newest.value_text}{change}"
             step = newest.step

@@ -52,7 +52,7 @@ _ALL = (
     Metric("steps in buffer", "buffer/size", ",.0f", "speed"),
     Metric("steps dropped", "buffer/dropped_stale", ",.0f", "speed", "Too stale to be trained on, since the start."),
 )
-"""In the order of `top`."""
+"""Metrics in the order of `top`."""
 METRICS = {metric.name: metric for metric in _ALL}
 TOPICS = {"play": "Does it play better?", "health": "Is it healthy?", "speed": "How fast is it?"}
 """Questions that groups of charts answer."""

@@ -124,13 +124,13 @@ class Evaluation:
 
     @property
     def reward_interval(self) -> tuple[float, float]:
-        """95 % t-interval of the mean reward, over deals if they are known; NaN for fewer than two deals or games."""
+        """95 % t-interval of the mean reward, over deals if they are known; all numbers for fewer than two."""
         std, n = self.reward_std, self.n
         if deals := _played(self.rewards):  # a ratio estimate: void games leave deals with fewer games
             squares = sum((sum(deal) - self.mean_reward * len(deal)) ** 2 for deal in deals)
             n = len(deals)
             std = math.sqrt(squares / max(n - 1, 1)) * n / self.n
-        return mean_interval(self.mean_reward, std, n) if n > 1 else (math.nan, math.nan)
+        return mean_interval(self.mean_reward, std, n) if n > 1 else (-math.inf, math.inf)
 
     @property
     def optimal_share(self) -> float:

@@ -34,7 +34,7 @@ class ResultRow:
     is_concurrent: bool
     """Whether the games are played during training, without a quota."""
     evaluations: tuple[Evaluation, ...]
-    """Evaluations in the order of their updates, at least one."""
+    """Evaluations with games in the order of their updates; those with void games alone if there are no others."""
 
     @property
     def key(self) -> tuple[bool, str, str]:
@@ -53,7 +53,7 @@ class ResultRow:
 
     @property
     def value_name(self) -> str:
-        return "points" if self.newest.is_share else "mean reward"
+        return "points" if self.newest.is_share or not self.newest.n else "mean reward"
 
     @property
     def before(self) -> Evaluation:
@@ -66,22 +66,22 @@ class ResultRow:
 
     @cached_property
     def change(self) -> Gain | None:
-        """Change from the first to the newest evaluation; None if they are the same."""
-        return self.change_to(self.newest)
-
-    def change_to(self, later: Evaluation) -> Gain | None:
-        """Return the change from the first evaluation, by pairs of games with the same seed and seat if there are any.
-
-        None for the first evaluation itself.
-        """
-        if later is self.before:
+        """Change from the first to the newest evaluation, by pairs of games with the same seed and seat if possible."""
+        before, newest = self.before, self.newest
+        if newest is before or not newest.n:
             return None
-        return later.change_since(self.before) or _unpaired(self.before, later)
+        old, new = ((one.value, *one.interval) for one in (before, newest))
+        return newest.change_since(before) or unpaired_difference(old, new, 1.0 if newest.is_share else math.inf)
 
-    def change_text(self, later: Evaluation | None = None) -> str:
-        """Return the change to an evaluation, by default the newest: `+25.2` percentage points, or in reward."""
-        gain = self.change if later is None else self.change_to(later)
-        return "–" if gain is None else self._signed(gain.mean)
+    @property
+    def direction(self) -> int:
+        """1 if the newest result is better than the first beyond the 95 % interval of the change, -1 if worse."""
+        return 0 if self.change is None else (self.change.low > 0) - (self.change.high < 0)
+
+    @property
+    def change_text(self) -> str:
+        """Text of the change: `+25.2` percentage points, or in reward."""
+        return "–" if self.change is None else self._signed(self.change.mean)
 
     @property
     def change_interval_text(self) -> str:
@@ -111,24 +111,22 @@ class ResultRow:
     @property
     def verdict(self) -> Literal["good", "bad", "open"]:
         """Judgement by the 95 % intervals: good only if better than before and better than the reference."""
-        gain = self.change
-        if gain is None or gain.low <= 0:
-            return "bad" if gain is not None and gain.high < 0 else "open"
-        return "good" if self.newest.interval[0] > self.reference else "open"
+        is_good = self.direction > 0 and self.newest.interval[0] > self.reference
+        return "good" if is_good else "bad" if self.direction < 0 else "open"
 
     @property
     def verdict_text(self) -> str:
         """Text of the verdict, with the games that are still lost."""
-        gain, newest = self.change, self.newest
-        if gain is None:
+        newest, (low, high) = self.newest, self.newest.interval
+        if not newest.n:
+            return f"no result: all {newest.void:,} games were void"
+        if self.change is None:
             return "one evaluation so far"
-        is_better = gain.low > 0
-        change = "better than before" if is_better else "worse than before" if gain.high < 0 else "no clear change"
+        change = {0: "no clear change", 1: "better than before", -1: "worse than before"}[self.direction]
         if not self.is_even:
             return change
-        low, high = newest.interval
         if high < 0.5:
-            return f"{change}; {'still ' * is_better}loses {_of_100(newest.losses, newest.n)}"
+            return f"{change}; {'still ' * (self.direction > 0)}loses {_of_100(newest.losses, newest.n)}"
         return f"{change}; wins {_of_100(newest.wins, newest.n)}" if low > 0.5 else f"{change}; about even"
 
 
@@ -137,26 +135,25 @@ def _of_100(games: int, n: int) -> str:
 
 
 def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, str]] = ()) -> list[ResultRow]:
-    """Return a row for each env and opponent with games.
+    """Return a row for each env and opponent that was evaluated.
 
     order: env and opponent of each eval env of the config, which come first; evaluations while training come last.
     """
     found = defaultdict[tuple[bool, str, str], list[Evaluation]](list)
-    for one in evaluations:
-        if one.n:
-            found[one.label == "concurrent", one.env_id, one.opponent].append(one)
+    for one in sorted(evaluations, key=lambda one: one.step):
+        found[one.label == "concurrent", one.env_id, one.opponent].append(one)
     place = {cell: number for number, cell in enumerate(order)}
     keys = sorted(found, key=lambda key: (key[0], place.get(key[1:], len(place))))
     cells = [*order, *(key[1:] for key in keys)]
     return [
         ResultRow(
-            label=row_label(env_id, opponent, cells),
-            env_id=env_id,
-            opponent=opponent,
-            is_concurrent=is_concurrent,
-            evaluations=tuple(sorted(found[is_concurrent, env_id, opponent], key=lambda one: one.step)),
+            label=row_label(*key[1:], cells),
+            env_id=key[1],
+            opponent=key[2],
+            is_concurrent=key[0],
+            evaluations=tuple([one for one in found[key] if one.n] or found[key]),
         )
-        for is_concurrent, env_id, opponent in keys
+        for key in keys
     ]
 
 
@@ -213,16 +210,16 @@ def to_markdown(rows_by_run: Mapping[str, Sequence[ResultRow]]) -> str:
     for run, row in ((run, row) for run, rows in rows_by_run.items() for row in rows):
         newest, name = row.newest, f"{row.label}{', while training' * row.is_concurrent}"
         value = f"{newest.value_text} ({newest.interval_text})"
-        change = f"{row.change_text()} ({row.change_interval_text})"
+        change = f"{row.change_text} ({row.change_interval_text})"
         cells = [name, row.before.value_text, value, f"{newest.n:,}", change, row.verdict_text]
         table.append([run] * (len(rows_by_run) > 1) + cells)
     return "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in table)
 
 
 def _together(evaluations: Sequence[Evaluation]) -> Evaluation:
-    counts = ("n", "wins", "draws", "losses", "invalid", "void", "choices", "optimal")
     values = {one.name: getattr(evaluations[0], one.name) for one in fields(Evaluation)}
-    values |= {name: sum(getattr(one, name) for one in evaluations) for name in counts}
+    for name in ("n", "wins", "draws", "losses", "invalid", "void", "choices", "optimal"):
+        values[name] = sum(getattr(one, name) for one in evaluations)
     values["mean_reward"] = fmean(one.mean_reward for one in evaluations)
     return SeedsEvaluation(**values, of_seeds=tuple(evaluations))
 
@@ -233,9 +230,3 @@ def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]]) -> s
     has_envs = any(other != env_id for other, _ in cells)
     shown = [env_id] * (has_envs or name == "none") + [name.removeprefix(SCRIPTED)] * (name != "none")
     return ", ".join([*shown, *[sampling] * bool(sampling)])
-
-
-def _unpaired(before: Evaluation, later: Evaluation) -> Gain:
-    intervals = [one.interval if math.isfinite(one.interval[0]) else (-math.inf, math.inf) for one in (before, later)]
-    old, new = (before.value, *intervals[0]), (later.value, *intervals[1])
-    return unpaired_difference(old, new, 1.0 if later.is_share else math.inf)

@@ -58,7 +58,7 @@ def test_each_number_is_that_of_eval_and_of_the_terminal(run: Path, page: Page) 
             in_json = [100 * line["points"], *(100 * edge for edge in line["interval"])]
             assert ([value, low, high], n) == (pytest.approx(in_json, abs=0.0501), line["n"])
             assert f" {value} {one.interval_text} " in terminal
-        assert change.split("\n") == [row.change_text(), row.change_interval_text]
+        assert change.split("\n") == [row.change_text, row.change_interval_text]
         assert words.endswith(row.verdict_text)
 
 

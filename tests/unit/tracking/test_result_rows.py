@@ -59,7 +59,7 @@ def test_label_names_the_env_only_if_there_are_several() -> None:
 def test_row_goes_from_the_first_update_to_the_newest_in_any_order_of_lines() -> None:
     found = row(evaluation(85, 60, 40), evaluation(170, 70, 30), evaluation(0, 50, 50), evaluation(255, 0, 0))
     assert [one.step for one in found.evaluations] == [0, 85, 170]
-    assert found.change_text() == "+20.0"
+    assert found.change_text == "+20.0"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_perfect_play_makes_half_of_the_points_the_best_possible() -> None:
 
 def test_single_evaluation_has_no_change() -> None:
     found = row(evaluation(0, 5, 5))
-    assert (found.change, found.change_text(), found.change_interval_text) == (None, "–", "–")
+    assert (found.change, found.change_text, found.change_interval_text) == (None, "–", "–")
     assert (found.verdict, found.verdict_text) == ("open", "one evaluation so far")
 
 
@@ -114,7 +114,7 @@ def test_reward_of_one_game_has_neither_interval_nor_change_with_one() -> None:
     found = row(alone, replace(alone, step=85, mean_reward=0.5))
     assert [one.value_text for one in found.evaluations] == ["0.250", "0.500"]
     assert found.newest.interval_text == "–"
-    assert (found.change_text(), found.change_interval_text) == ("+0.250", "–")
+    assert (found.change_text, found.change_interval_text) == ("+0.250", "–")
     assert found.verdict == "open"
 
 
@@ -168,7 +168,7 @@ def test_markdown_has_a_row_each_and_names_runs_only_if_there_are_several() -> N
     assert head == "| against | before | newest (95 %) | n | change (95 %) | in words |"
     assert dashes == "| --- | --- | --- | --- | --- | --- |"
     newest = rows[0].newest
-    assert only.startswith(f"| base | 50.0 % | 87.2 % ({newest.interval_text}) | 400 | {rows[0].change_text()} (")
+    assert only.startswith(f"| base | 50.0 % | 87.2 % ({newest.interval_text}) | 400 | {rows[0].change_text} (")
     assert only.endswith(f" | {rows[0].verdict_text} |")
     several = to_markdown({"a|b": rows, "c": rows}).splitlines()
     assert [line.split(" | ")[0] for line in several] == ["| run", "| ---", "| a∣b", "| c"]

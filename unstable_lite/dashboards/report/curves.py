@@ -51,7 +51,7 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
     known = [(env_id, metric) for env_id, metric in metrics if metric.name in curves]
     has_envs = len({env_id for env_id, _ in known if env_id}) > 1
     charts: dict[str, list[dict[str, Any]]] = {topic: [] for topic in TOPICS}
-    charts["play"] = evaluation_charts(runs)
+    charts["play"] = [chart for chart in evaluation_charts(runs) if chart["name"] in curves]
     for env_id, metric in known:
         if metric.topic:
             title = metric.title or metric.label[:1].upper() + metric.label[1:]
@@ -112,7 +112,7 @@ def _point(runs: Iterable[RunData], step: int, y: float, band: Band, shown: str,
 def evaluation_points(row: ResultRow, runs: Sequence[RunData]) -> list[Point]:
     """Return the points of one row of a run or of several seeds."""
     points = []
-    for one in row.evaluations:
+    for one in filter(lambda one: one.n, row.evaluations):
         band = one.interval if math.isfinite(one.interval[0]) else None
         seeds = f"{len(one.of_seeds)} seeds" if isinstance(one, SeedsEvaluation) else ""
         interval = "" if band is None else one.interval_text

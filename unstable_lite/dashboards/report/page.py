@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import json
 import re
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +19,15 @@ from typing import Any
 
 import jinja2
 
-from unstable_lite.adapters.frozen import find_best
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import League, Result, age, choose, find_strongest, name_of
+from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import RunData, groups_of
-from unstable_lite.errors import UnstableError
 from unstable_lite.tracking.displayed_metrics import duration, is_share
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown
-from unstable_lite.tracking.run_directory import next_evaluation
 from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
@@ -73,8 +70,8 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         states=[_state(run) for run in runs],
         results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
-        upcoming=_upcoming(runs[0]) if len(runs) == 1 else "",
-        commands=_next_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else [],
+        upcoming="; ".join(upcoming(run) for run in runs if len(runs) == 1 and run.is_up),
+        commands=_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else {},
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run.league())) for run in runs],
@@ -97,6 +94,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
     environment.filters |= {"duration": duration, "spikes": spike_texts}
+    environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
     return environment.get_template("page.html.jinja")
 
 
@@ -147,29 +145,10 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
     return index, pages
 
 
-def _upcoming(run: RunData) -> str:
-    """Return which evaluation comes next; "" if none will."""
-    if not run.is_up or not run.config["run"].get("eval_games"):
-        return ""
-    if not run.rows:
-        return "No evaluation has ended yet. The first one is of the model before training."
-    following = next_evaluation(run.config["run"], run.steps[-1] if run.steps else 0, run.learning_steps)
-    return f"The next evaluation begins after update {following}."
-
-
-def _next_commands(run: RunData) -> list[tuple[str, str]]:
-    """Return the commands that come next for a run that has stopped, to be pasted."""
-    model = f"run:{run.directory}/best"
-    try:
-        best, _ = find_best(run.directory)
-    except UnstableError:  # no checkpoint was both evaluated and saved
-        return []
-    output = str(run.directory / "eval")
-    again = shlex.join(["unstable-lite", "eval", "base", model, "--output", output])
-    commands = [(f"evaluate the best checkpoint, {best.name}", again)]
-    if any(row.has_opponent for row in run.rows):
-        commands.append(("play against it", f"unstable-lite play {shlex.quote(model)}"))
-    return commands
+def _commands(run: RunData) -> dict[str, tuple[str, str]]:
+    has_opponent, is_over = any(row.has_opponent for row in run.rows), run.num_updates >= run.learning_steps
+    steps = next_commands(run.directory, has_opponent, is_over)
+    return {label: step for label, step in steps.items() if label != "report"}
 
 
 def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
