@@ -1,4 +1,4 @@
-"""What comes next for a run: its next evaluation, and once it has stopped the commands to paste."""
+"""Next steps of a run: its next evaluation, and once it has stopped the commands to paste."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from unstable_lite.adapters.frozen import by_update, find_best
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.errors import UnstableError
-from unstable_lite.tracking.run_directory import next_evaluation
 
 
 def next_commands(run: Path, has_opponent: bool, is_over: bool) -> dict[str, tuple[str, str]]:
@@ -48,4 +47,5 @@ def upcoming(view: RunDirectory) -> str:
     if not run.get("eval_games"):
         return "games beside training are a checkpoint's evaluation as soon as it has played its last one"
     first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
-    return f"{first}the next begins after update {next_evaluation(run, made, view.learning_steps)}"
+    every = run.get("eval_every") or view.learning_steps
+    return f"{first}the next begins after update {min(every * (made // every + 1), view.learning_steps)}"

@@ -290,8 +290,6 @@ class RunData(RunDirectory):
         except (OSError, ValueError, RecursionError) as error:
             raise UnstableError(f"{path} cannot be read: {error}") from None
         self.label = ""
-        self.group = 0
-        """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
         self.ladder_rows: dict[str, list[tuple[int, float, float, int]]] = defaultdict(list)
         """(update, μ, σ, games) at every change, by model, of models that have played."""
         with understood(directory):
@@ -336,34 +334,28 @@ class RunData(RunDirectory):
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """Runs whose configs differ only in `OWN_KEYS`."""
+
     label: str
     runs: list[RunData]
     differing: dict[str, str] = field(default_factory=dict)
     """Values of the keys in which the groups differ."""
 
 
-def read_runs(directories: Sequence[Path]) -> list[RunData]:
-    """Read and group runs; a group's runs are adjacent. Raises UnstableError."""
+def read_groups(directories: Sequence[Path]) -> list[Group]:
+    """Read and group runs. A group of several seeds is labelled as a config, others by their run.
+
+    Raises UnstableError.
+    """
     runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
-    keys = [json.dumps(_shared_config(run), sort_keys=True, default=str) for run in runs]
-    order = list(dict.fromkeys(keys))
-    for run, key in zip(runs, keys, strict=True):
-        run.group = order.index(key)
-    runs.sort(key=lambda run: run.group)
+    members = dict[str, tuple[dict[str, Any], list[RunData]]]()
     names = [run.directory.name for run in runs]
     for run, name in zip(runs, names, strict=True):
         run.label = name if names.count(name) == 1 else f"{run.directory.parent.name}/{name}"
-    return runs
-
-
-def groups_of(runs: Sequence[RunData]) -> list[Group]:
-    """Return the groups in order, each labelled by its run or as a config with several seeds."""
-    members = defaultdict[int, list[RunData]](list)
-    for run in runs:
-        members[run.group].append(run)
-    differing = differences([_shared_config(of_group[0]) for of_group in members.values()])
-    groups = []
-    for number, of_group in enumerate(members.values()):
+        shared = {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
+        members.setdefault(json.dumps(shared, sort_keys=True, default=str), (shared, []))[1].append(run)
+    differing, groups = differences([shared for shared, _ in members.values()]), []
+    for number, (_, of_group) in enumerate(members.values()):
         several = f"config {chr(ord('A') + number % 26)}, {len(of_group)} seeds" if differing else "mean of the seeds"
         own = {
             key: text if len(text := values[number]) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"
@@ -378,11 +370,6 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: [_text(config.get(key)) for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def _shared_config(run: RunData) -> dict[str, Any]:
-    """Return the config without the keys in which runs of one group may differ."""
-    return {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

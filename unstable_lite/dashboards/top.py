@@ -25,12 +25,11 @@ from rich.text import Text
 
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.next_steps import next_commands, upcoming
-from unstable_lite.dashboards.run_directory import RunDirectory
+from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, sparkline
 from unstable_lite.tracking.displayed_metrics import Metric, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
-from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.spikes import Spike
 
 REDRAW_S = 2.0
@@ -128,23 +127,20 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
     made, planned, totals = view.num_updates, view.learning_steps, view.totals()
     env_ids = dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])
     about = ", ".join(filter(None, (view.config.get("algorithm", ""), view.config["model_name"], *env_ids)))
-    state, style, parts = view.ending or "not running", "red", [f"{totals.games:,} games"]
-    when = f"after {duration(totals.seconds)}"
-    if view.is_running:
-        state, style, pace = "running", "green", view.pace()
-        if (silent_s := time.time() - view.live["time"]) > SILENT_S:
-            state, style = f"silent for {duration(silent_s)}", "red"
-        elif (view.directory / PAUSED).exists():
-            state, style = "paused", "bold"
+    state = "running" if view.is_running and view.state == "killed" else view.state
+    when, parts = f"after {duration(totals.seconds)}", [f"{totals.games:,} games"]
+    style, silent_s = STATE_STYLES.get(state, "bold"), time.time() - view.live.get("time", 0.0)
+    if view.is_up:
         when = "time left known after update 2"
-        if pace is not None:
+    if view.is_up and not view.is_running:
+        state = "starting"
+    elif view.is_running:
+        if silent_s > SILENT_S:
+            state, style = f"silent for {duration(silent_s)}", "red"
+        if (pace := view.pace()) is not None:
             when = f"left {duration(pace.seconds_per_update * (planned - made))}"
             parts.append(f"{pace.games_per_s:.1f} games/s")
         parts.append(f"{view.latest().get('run/tokens_per_s') or 0:,.0f} tokens/s")
-    elif view.is_up:
-        state, style, when = "starting", "green", "time left known after update 2"
-    elif state == "ended":
-        style = "bold"
     line, shown = Text.assemble((state, style), "  update ", (f"{made}/{planned}", "bold")), [when]
     for part in parts:
         if line.cell_len + LEAST_BAR + 4 + len("  ".join([*shown, part])) <= width:

@@ -107,11 +107,13 @@ def paired_difference(
         pairs = [y - x for x, y in zip(old, new, strict=False) if x is not None and y is not None]
         if pairs:
             gained.append(fmean(pairs))
-    if len(gained) < 2:
-        return None
-    mean = fmean(gained)
-    low, high = mean_interval(mean, stdev(gained), len(gained))
-    return Gain(mean=mean, low=max(low, -most), high=min(high, most), seeds=len(gained))
+    return gain_over(gained, most) if len(gained) > 1 else None
+
+
+def gain_over(gained: Sequence[float], most: float) -> Gain:
+    """Return the mean of the differences of at least two seeds. most: as for `paired_difference`."""
+    low, high = seeds_interval(gained, -most, most)
+    return Gain(mean=fmean(gained), low=low, high=high, seeds=len(gained))
 
 
 def unpaired_difference(

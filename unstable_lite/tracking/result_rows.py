@@ -16,7 +16,7 @@ from typing import Literal
 
 from unstable_lite.config.games import against
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import Gain, seeds_interval, unpaired_difference
+from unstable_lite.tracking.intervals import Gain, gain_over, seeds_interval, unpaired_difference
 
 SCRIPTED = "scripted:"
 OPTIMAL = "scripted:optimal"
@@ -173,9 +173,8 @@ class SeedsEvaluation(Evaluation):
 
     def change_since(self, before: Evaluation) -> Gain | None:
         assert isinstance(before, SeedsEvaluation)
-        gains = [new.value - old.value for old, new in zip(before.of_seeds, self.of_seeds, strict=True)]
-        low, high = seeds_interval(gains, *(-1.0, 1.0) if self.is_share else ())
-        return Gain(mean=fmean(gains), low=low, high=high, seeds=len(gains))
+        gained = [new.value - old.value for old, new in zip(before.of_seeds, self.of_seeds, strict=True)]
+        return gain_over(gained, 1.0 if self.is_share else math.inf)
 
 
 def side_by_side(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | None]]:

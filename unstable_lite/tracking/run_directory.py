@@ -12,7 +12,6 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +153,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def next_evaluation(run: Mapping[str, Any], made: int, learning_steps: int) -> int:
-    """Return the update after which the next evaluation with a quota begins. `run`: that section of the config."""
-    every = run.get("eval_every") or learning_steps
-    return int(min(every * (made // every + 1), learning_steps))

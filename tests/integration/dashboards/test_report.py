@@ -29,7 +29,7 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
 from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name, metric_points
 from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
-from unstable_lite.dashboards.run_directory import RunData, groups_of
+from unstable_lite.dashboards.run_directory import Group, RunData
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
 from unstable_lite.games.templates import TEMPLATES
@@ -814,7 +814,7 @@ def test_charts_of_evaluations_are_in_the_order_of_the_config(tmp_path: Path) ->
     charts = evaluation_charts([data])
     titles = [f"Points against {name} in {NIM}" for name in reversed(names)]
     assert [chart["title"] for chart in charts] == [*titles, *(f"{title}, while training" for title in titles)]
-    (line,) = lines_by_name(groups_of([data]))[charts[0]["name"]]
+    (line,) = lines_by_name([Group("run", [data])])[charts[0]["name"]]
     assert [point.text for point in line["points"]] == ["50.0 % (40.2–59.8, n = 100)"]
 
 

@@ -20,7 +20,7 @@ from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app
 from unstable_lite.config.reading import read_config
 from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name
-from unstable_lite.dashboards.run_directory import groups_of, list_runs, read_runs
+from unstable_lite.dashboards.run_directory import list_runs, read_groups
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import create_run_directory
@@ -253,9 +253,10 @@ def test_evaluation_between_the_kept_updates_of_a_long_run_has_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unstable_lite.dashboards.run_directory.MAX_POINTS", 10)
-    (run,) = read_runs([shown_runs.quickstart(tmp_path)])
+    (group,) = read_groups([shown_runs.quickstart(tmp_path)])
+    (run,) = group.runs
     assert 85 not in run.steps
     chart, *_ = evaluation_charts([run])
-    (line,) = lines_by_name(groups_of([run]))[chart["name"]]
+    (line,) = lines_by_name([group])[chart["name"]]
     assert [point.step for point in line["points"]] == [0, 85, 170, 255]
     assert None not in [point.hours for point in line["points"][1:]]

@@ -152,7 +152,7 @@ def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
 
 
 def test_run_that_has_ended_shows_no_worker_pace_or_time_left(directory: Path) -> None:
-    for ending, state in (({}, "ended"), ({"has_failed": True}, "failed"), ({"has_ended": False}, "not running")):
+    for ending, state in (({}, "ended"), ({"has_failed": True}, "failed"), ({"has_ended": False}, "killed")):
         text = shown(directory, pid=2**22 + 1, **{"has_ended": True} | ending)
         assert text.split("\n")[1].startswith(f"{state}  update 12/20")
         assert "workers" not in text and "tokens/s, " not in text and "left" not in text and "games/s" not in text
@@ -161,7 +161,7 @@ def test_run_that_has_ended_shows_no_worker_pace_or_time_left(directory: Path) -
 
 def test_run_that_starts_is_neither_stopped_nor_to_be_resumed(directory: Path) -> None:
     (directory / "live.json").unlink()
-    assert "not running" in shown(directory)
+    assert "killed" in shown(directory)
     lock = try_lock(directory)
     assert lock is not None
     text = shown(directory)
@@ -329,7 +329,7 @@ def test_run_that_has_not_begun_or_lost_its_files_is_shown(directory: Path) -> N
         view.refresh()
         assert not view.live or view.is_running
         assert len(frame(view, 80, 24)) == 24
-    assert "not running" in frame(view, 80, 24)[1]
+    assert "killed" in frame(view, 80, 24)[1]
     assert "no evaluation is planned" in "".join(frame(view, 80, 24))
 
 

@@ -172,3 +172,12 @@ def test_markdown_has_a_row_each_and_names_runs_only_if_there_are_several() -> N
     assert only.endswith(f" | {rows[0].verdict_text} |")
     several = to_markdown({"a|b": rows, "c": rows}).splitlines()
     assert [line.split(" | ")[0] for line in several] == ["| run", "| ---", "| a∣b", "| c"]
+
+
+def test_opponent_whose_games_are_all_void_has_a_row_that_says_so() -> None:
+    void = [replace(evaluation(step, 0, 0, "module:Lost"), void=12, mean_reward=math.nan) for step in (0, 20)]
+    with_games, without = result_rows([evaluation(0, 5, 5), evaluation(20, 6, 4), *void])
+    assert [one.n for one in with_games.evaluations] == [10, 10]
+    assert (without.label, without.newest.value_text, without.change_text) == ("module:Lost", "–", "–")
+    assert without.verdict_text == "no result: all 12 games were void"
+    assert to_markdown({"run": [without]})

@@ -15,7 +15,7 @@ import jinja2
 
 from unstable_lite.dashboards.report.games import read_games
 from unstable_lite.dashboards.report.page import render
-from unstable_lite.dashboards.run_directory import read_runs
+from unstable_lite.dashboards.run_directory import read_groups
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced, understood
 from unstable_lite.models.local_tokenizer import find_tokenizer
@@ -42,7 +42,8 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise UnstableError("a report needs plotly: pip install 'unstable-lite[report]'") from None
-    runs, games = read_runs(directories), []
+    groups, games = read_groups(directories), []
+    runs = [run for group in groups for run in group.runs]
     for run in runs:
         with understood(run.directory):
             games.append(
@@ -51,7 +52,7 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
     directories_read = ", ".join(str(run.directory) for run in runs)
     try:
         with understood(directories_read):
-            page = render(runs, games, get_plotlyjs())
+            page = render(groups, games, get_plotlyjs())
     except jinja2.UndefinedError as error:  # a config without a key that every run writes
         raise UnstableError(f"{directories_read}: its files are not as a run writes them ({error})") from error
     with replaced(output) as partial:

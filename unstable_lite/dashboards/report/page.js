@@ -112,19 +112,17 @@ class Curves {
   }
 
   /** Draws what waits one by one, when the browser is idle: a printed page or a screenshot shows charts that nobody scrolled to. */
-  drawLater() {
+  async drawLater() {
     delete document.documentElement.dataset.drawn;
     if (this.isAwaited) return;
     this.isAwaited = true;
-    const whenIdle = window.requestIdleCallback ?? ((next) => setTimeout(next, 20));
-    whenIdle(async () => {
-      const [card] = this.isPrinting ? [] : this.waiting();
-      const plotly = card && await plotlyLoaded();
-      if (card && !this.isPrinting) await this.plot(plotly, card);
-      this.isAwaited = false;
-      if (card) this.drawLater();
-      else document.documentElement.dataset.drawn = "true";
-    }, { timeout: 1000 });
+    await whenIdle();
+    for (let [card] = this.waiting(); card && !this.isPrinting; [card] = this.waiting()) {
+      await this.plot(await plotlyLoaded(), card);
+      await whenIdle();
+    }
+    this.isAwaited = false;
+    document.documentElement.dataset.drawn = "true";
   }
 
   /** Draws every chart at once, in light colours and able to shrink: the paper is white and narrower than the window. */
@@ -169,7 +167,7 @@ class Curves {
       hovermode: "x unified", hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { ...font, color: ink } },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       shapes: card.reference === undefined ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: card.reference, y1: card.reference, line: { color: soft, width: 1.5, dash: "dash" } }],
-      xaxis: { title: { text: axis === "step" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6, range: spanOf(lines.flatMap(({ points }) => points.map((point) => point[axis]))) },
+      xaxis: { title: { text: axis === "step" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6 },
       yaxis: { gridcolor: line, zeroline: false, automargin: true, range, ...(card.share ? { tickvals: [0, 0.25, 0.5, 0.75, 1], tickformat: ".0%" } : { nticks: 5 }) },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: Boolean(card.own) };
     return plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
@@ -183,18 +181,14 @@ class Curves {
   }
 }
 
-/** The whole range of the updates or hours, with some room for marks. */
-function spanOf(values) {
-  const [first, last] = [Math.min(...values), Math.max(...values)], room = 0.03 * (last - first || 1);
-  return values.length ? [first - room, last + room] : undefined;
-}
-
 /** A range around values that hardly differ, which would else look like a storm. */
 function unlessFlat(lines) {
   const values = lines.flatMap(({ points }) => points.map((point) => point.y));
   const [low, high] = [Math.min(...values), Math.max(...values)], size = Math.max(Math.abs(low), Math.abs(high));
   return high - low < 0.02 * size ? [low - 0.05 * size, high + 0.05 * size] : undefined;
 }
+
+const whenIdle = () => new Promise((next) => (window.requestIdleCallback ?? setTimeout)(next, window.requestIdleCallback ? { timeout: 1000 } : 20));
 
 let plotlyLoading = null;
 
@@ -317,7 +311,7 @@ function textBox(text, className = "text", marked = "") {
 class Browser {
   constructor(data) {
     this.data = data;
-    this.games = data.games.map((row, key) => this.entry(row, key)).sort((a, b) => a.run - b.run || b.number - a.number);
+    this.games = data.games.map((row, key) => this.entry(row, key)).sort((a, b) => a.run - b.run || b.game_idx - a.game_idx);
     this.parts = new Map();
     this.turnOf = new Map(); // the first turn with the text that is searched for, by game
     this.found = this.games;
@@ -361,18 +355,18 @@ class Browser {
     const byAge = new Intl.Collator("en", { numeric: true }).compare;
     const of = (pick) => [...new Set(this.games.flatMap(pick))].sort(byAge);
     fill("run", this.data.runs.map((run, i) => String(i)), (i) => this.data.runs[i].label);
-    fill("env", of((game) => game.env));
+    fill("env", of((game) => game.env_id));
     fill("checkpoint", of((game) => game.checkpoint));
     fill("opponent", of((game) => game.opponents), nameOf);
   }
 
   filter() {
     const want = Object.fromEntries(new FormData(this.form)), text = want.text.trim().toLowerCase(), number = /^#\d+$/.test(text) && text.slice(1);
-    const ended = { own: (game) => game.invalid.some((pid) => game.policy.includes(pid)), other: (game) => game.invalid.some((pid) => !game.policy.includes(pid)) };
-    this.found = this.games.filter((game) => (!want.run || game.run === Number(want.run)) && (!want.env || game.env === want.env)
+    const ended = { own: (game) => game.invalid_pids.some((pid) => game.policy.includes(pid)), other: (game) => game.invalid_pids.some((pid) => !game.policy.includes(pid)) };
+    this.found = this.games.filter((game) => (!want.run || game.run === Number(want.run)) && (!want.env || game.env_id === want.env)
       && (!want.kind || game.kind === want.kind) && (!want.checkpoint || game.checkpoint === want.checkpoint)
       && (!want.opponent || game.opponents.includes(want.opponent)) && (!want.outcome || game.outcome === want.outcome)
-      && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && (!number || String(game.number).startsWith(number)));
+      && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && (!number || String(game.game_idx).startsWith(number)));
     this.numShown = PAGE;
     this.turnOf.clear();
     this.search(number ? "" : text);
@@ -420,7 +414,7 @@ class Browser {
     const run = this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : "";
     const about = `${run}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`;
     return el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, this.turnOf.get(game), true) },
-      el("span", {}, ...shown(`#${game.number} ${game.env}`)), how, el("small", {}, ...shown(about))));
+      el("span", {}, ...shown(`#${game.game_idx} ${game.env_id}`)), how, el("small", {}, ...shown(about))));
   }
 
   /** Why the list is empty: the filters that are set. */
@@ -504,7 +498,7 @@ class Browser {
   /** Opens what the address names, as in #game=0.123.4: run, game number, turn. */
   follow() {
     const match = location.hash.match(/^#game=(\d+)\.(\d+)\.(\d+)$/);
-    const game = match && this.games.find((one) => one.run === Number(match[1]) && one.number === Number(match[2]));
+    const game = match && this.games.find((one) => one.run === Number(match[1]) && one.game_idx === Number(match[2]));
     if (game && !(game === this.current && this.turn === Number(match[3]) - 1)) this.open(game, Number(match[3]) - 1, true);
     return Boolean(game);
   }
@@ -512,18 +506,18 @@ class Browser {
   /** isNamed: whether the address names the game, which it does once somebody has chosen one. */
   show(isNamed = true) {
     const game = this.current, { turns } = this.whole, focused = document.activeElement?.dataset?.act;
-    if (isNamed) history.replaceState(null, "", `#game=${game.run}.${game.number}.${this.turn + 1}`);
+    if (isNamed) history.replaceState(null, "", `#game=${game.run}.${game.game_idx}.${this.turn + 1}`);
     const seat = (pid) => ({ "--seat": `var(--${roleOf(pid)})` });
     const act = (name, label, does, disabled) => el("button", { type: "button", "data-act": name, "aria-label": `${name.startsWith("game") ? "Game" : "Turn"}: ${/on$|next/.test(name) ? "next" : "previous"}`, onclick: does, disabled }, label);
     const place = this.found.indexOf(game);
     const parts = [
       el("button", { type: "button", class: "back", onclick: () => this.close() }, "‹ All games"),
-      el("h3", {}, ...shown(`Game ${game.number}: ${game.env}`)),
-      el("p", { class: "note" }, ...shown([this.data.runs.length > 1 && this.data.runs[game.run].label, game.kind === "eval" ? `evaluation${game.label ? ` (${game.label})` : ""}` : "training game",
+      el("h3", {}, ...shown(`Game ${game.game_idx}: ${game.env_id}`)),
+      el("p", { class: "note" }, ...shown([this.data.runs.length > 1 && this.data.runs[game.run].label, game.kind === "eval" ? `evaluation${game.eval_label ? ` (${game.eval_label})` : ""}` : "training game",
         `env seed ${this.whole.seed}`, `${turns.length} turns`, `${this.whole.seconds.toFixed(1)} s`].filter(Boolean).join(" · "))),
       el("ul", { class: "seats", "aria-label": "Players" }, game.players.map((player) => el("li", {}, el("span", { class: "pid", vars: seat(player.pid) }, String(player.pid)),
         el("b", {}, ...shown(nameOf(player.model))), game.policy.includes(player.pid) && game.kind === "train" && el("span", { class: "tag" }, "trained on"),
-        player.outcome && player.outcome !== "na" && tag(player.outcome, OUTCOMES[player.outcome]), game.invalid.includes(player.pid) && tag("invalid", "invalid move"),
+        player.outcome && player.outcome !== "na" && tag(player.outcome, OUTCOMES[player.outcome]), game.invalid_pids.includes(player.pid) && tag("invalid", "invalid move"),
         player.reward !== null && player.reward !== undefined && el("span", { class: "note" }, `reward ${signed(player.reward)}`)))),
       game.end === "truncated" && !game.reason && el("p", { class: "note" }, "Cut off by the cap on turns."),
       this.whole.error && el("div", {}, el("h4", {}, game.end === "void" ? "Void, because" : "Ended, because"), textBox(this.whole.error)),
@@ -544,7 +538,7 @@ class Browser {
   /** Whether this turn is the one that broke the rules: the last of a player who ended the game so. */
   isInvalid(i) {
     const { turns } = this.whole, { pid } = turns[i];
-    return this.current.invalid.includes(pid) && turns.findLastIndex((turn) => turn.pid === pid) === i;
+    return this.current.invalid_pids.includes(pid) && turns.findLastIndex((turn) => turn.pid === pid) === i;
   }
 
   turnView(turn) {

@@ -24,7 +24,7 @@ from unstable_lite.dashboards.league import League, Result, age, choose, find_st
 from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
-from unstable_lite.dashboards.run_directory import RunData, groups_of
+from unstable_lite.dashboards.run_directory import Group, RunData
 from unstable_lite.tracking.displayed_metrics import duration, is_share
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown
@@ -35,6 +35,8 @@ CAP = "importance_weight_cap"
 """Key of the learner's config with the largest weight of a token."""
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
+INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_label")
+"""Fields of a game by which the list shows and filters games."""
 MAX_IN_MATRIX = 16
 MAX_PRINTED = 24
 """Most models in a printed ladder."""
@@ -42,28 +44,16 @@ STEPS = re.compile(r"collection-(.+)/Steps (Played|Trained|Dropped)(?: \((.+) tu
 """Metrics of the fate of collected steps: env, fate, and class of game length."""
 
 
-def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
+def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -> bytes:
     script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
     index, pages = _games_data(games)
-    groups, read = groups_of(runs), list(zip(runs, games, strict=True))
+    runs = [run for group in groups for run in group.runs]
     rows = [seeds_rows([run.rows for run in group.runs]) for group in groups]
     envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
     models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
-    curves = lines_by_name(groups)
-    data = {
-        "groups": [group.label for group in groups],
-        "runs": [
-            {"label": run.label, "ladder": [*ladder_lines(run)], "cap": run.config.get("learner", {}).get(CAP)}
-            for run in runs
-        ],
-        "sections": sections(runs, curves),
-        "curves": curves,
-        "metrics": {name: is_share(name) for name in curves},
-        "games": index,
-    }
     page = _template().render(
         runs=runs,
-        games=read,
+        games=list(zip(runs, games, strict=True)),
         groups=groups,
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         tab=_tab(runs, rows),
@@ -81,11 +71,27 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         script=script,
         style=style,
         hashes=f"{_hash(script)} {_hash(plotly_js)}",
-        blobs={"plotly": _blob(plotly_js), "data": _blob(json.dumps(data))}
+        blobs={"plotly": _blob(plotly_js), "data": _blob(json.dumps(_data(groups, index)))}
         | {f"games-{number}": _blob(json.dumps(page)) for number, page in enumerate(pages)},
     )
     # Names of files and models may contain characters without UTF-8.
     return page.encode("utf-8", "replace")
+
+
+def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the data of the page's script. index: of the games."""
+    runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
+    return {
+        "groups": [group.label for group in groups],
+        "runs": [
+            {"label": run.label, "ladder": [*ladder_lines(run)], "cap": run.config.get("learner", {}).get(CAP)}
+            for run in runs
+        ],
+        "sections": sections(runs, curves),
+        "curves": curves,
+        "metrics": {name: is_share(name) for name in curves},
+        "games": index,
+    }
 
 
 def _template() -> jinja2.Template:
@@ -121,23 +127,9 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
             | {name: game[f"{name}s"].get(str(agent["pid"])) for name in ("reward", "outcome")}
             for agent in game["agents"]
         ]
-        index.append(
-            {
-                "run": run,
-                "number": game["game_idx"],
-                "kind": game["kind"],
-                "env": game["env_id"],
-                "end": game["end"],
-                "reason": game.get("reason", ""),
-                "players": players,
-                "policy": policy_seats(game),
-                "invalid": game["invalid_pids"],
-                "turns": len(game["turns"]),
-                "label": game["eval_label"] or "",
-                "part": len(pages) - 1,
-                "place": len(pages[-1]),
-            }
-        )
+        entry = {name: game.get(name) for name in INDEXED}
+        entry |= {"players": players, "policy": policy_seats(game), "turns": len(game["turns"])}
+        index.append(entry | {"run": run, "part": len(pages) - 1, "place": len(pages[-1])})
         whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
         whole["branch_turn"] = game.get("branch_turn", 0)
         pages[-1].append(whole)
