@@ -71,7 +71,9 @@ def test_stages_pass_on_the_cpu_and_are_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", pytest.param("limit", marks=pytest.mark.slow), "stage killed"])
+@pytest.mark.parametrize(
+    "how", ["SIGINT", "stage killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGTERM", "limit"))]
+)
 def test_no_process_outlives_the_command(tmp_path: Path, how: str) -> None:
     setup = "from dataclasses import replace; from bench.acceptance.stages import STAGES as all_stages; "
     setup += f"all_stages['killed'] = replace(all_stages['killed'], limit_s={45 if how == 'limit' else 300})"

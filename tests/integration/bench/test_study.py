@@ -210,10 +210,11 @@ def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: s
 
 @pytest.mark.nightly
 def test_failed_run_is_reported_and_the_others_go_ahead(tmp_path: Path) -> None:
-    arms = [{"name": "broken", "overrides": {"learner": {"canary_tolerance": 0.1}}}, {"name": "whole"}]
-    code, out, err = runs.finish(start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path))
+    failing = {"rewards": {"final_reward_transformation": ["fakes.failing_transform:Transform"]}}
+    arms = [{"name": "broken", "overrides": failing}, {"name": "whole"}]
+    code, out, err = runs.finish(start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path, is_torchless=True))
     assert code == 1, out + err
-    assert "broken, seed 1 exited with code 1; the last lines of " in out and "error: canary: " in out
+    assert "broken, seed 1 exited with code 1; the last lines of " in out and "error: your code ended the run: " in out
     assert [run["arm"] for run in results(tmp_path)["runs"]] == ["whole"]
     assert "failed: broken, seed 1; log: " in out
 

@@ -24,6 +24,7 @@ from unstable_lite.transport.messages import (
     Cancel,
     ConfirmAdapter,
     Done,
+    EngineStats,
     Failed,
     Generated,
     LoadAdapter,
@@ -268,9 +269,21 @@ def test_cancelled_requests_free_their_adapter_and_disturb_no_other(engine: Engi
     assert remote.generate(remote.request("b", max_tokens=20))
 
 
+def test_busy_engine_reports_its_stats(engine: Engine) -> None:
+    remote = engine.remote
+    if engine.info["kind"] == "vllm-server":
+        return  # its requests cannot be cancelled
+    asked = [remote.request(f"{number} of many", max_tokens=600, temperature=2.0) for number in range(200)]
+    remote.send(*asked)
+    stats = remote.wait_for(lambda message: isinstance(message, EngineStats) and message.queued > 0)
+    assert isinstance(stats, EngineStats) and 0 < stats.running <= 16
+    assert stats.tokens_per_s > 0 and 0 <= stats.cached_share <= 1
+    remote.send(*[Cancel(request_id=request.request_id) for request in asked])
+
+
 def test_special_token_as_stop_string_is_kept_as_last_token(engine: Engine) -> None:
     pad_id, remote = 0, engine.remote
-    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(160)]
+    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(80)]
     generations = remote.generate(*requests)
     ended = [g for g in generations if g.completion_ids[-1] == pad_id]
     assert ended and all(g.finish_reason == "stop" and "<|pad|>" not in g.text for g in ended)

@@ -82,16 +82,6 @@ def test_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, tm
     assert engine.process.wait(20) == 1
 
 
-def test_busy_worker_reports_its_stats(start_engine: Start, model_dir: Path) -> None:
-    engine = start_engine(kind="transformers", model=str(model_dir), max_model_len=1024, max_parallel_seq=4)
-    engine.wait_for_type(Ready, 120)
-    engine.send(*[engine.request(f"{number} of many", max_tokens=900) for number in range(40)])
-    stats = engine.wait_for_type(EngineStats)
-    assert stats.tokens_per_s > 0
-    assert stats.running <= 4 and stats.queued > 0
-    assert 0 <= stats.cached_share <= 1
-
-
 def test_requests_wait_for_at_most_one_load_at_a_time(start_engine: Start, tmp_path: Path) -> None:
     """The engine makes a step between two loads, no matter how many adapters arrive at once."""
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -181,6 +181,7 @@ def write_into(directory: Path, file: Path, content: bytes) -> None:
         (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.nightly
 async def test_no_text_in_any_file_of_a_run_is_imported_by_a_resume(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

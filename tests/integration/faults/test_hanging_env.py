@@ -30,8 +30,10 @@ def hang_sometimes(self, action):
 nim.NimEnv.step = hang_sometimes
 sys.argv = ["unstable-lite", *sys.argv[1:]]
 
+from fakes import numpy_learner
 from unstable_lite.cli.app import main
 
+numpy_learner.use()
 main()
 """
 
@@ -112,10 +114,9 @@ def test_run_continues_without_the_games_that_hang(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS_SOMETIMES)
     small = runs.write_small(tmp_path)
-    overrides = ("run.env_timeout_s=0.3", "run.eval_games=0", "run.num_eval_workers=0")
-    process = runs.subprocess.run(
-        [sys.executable, str(script), "run", str(small), *overrides], capture_output=True, text=True, timeout=240
-    )
+    overrides = (*runs.SCRIPTED, "run.env_timeout_s=0.3", "run.eval_games=0", "run.num_eval_workers=0")
+    command, streams = [sys.executable, str(script), "run", str(small), *overrides], {"capture_output": True}
+    process = runs.subprocess.run(command, env=runs.environment(), text=True, timeout=240, **streams)
     assert process.returncode == 0, process.stdout + process.stderr
     log = (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
     assert "run.env_timeout_s = 0.3" in log

@@ -142,7 +142,7 @@ def test_resumed_run_may_change_opponents_and_opponent_sampler(copy: Path) -> No
 
 def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None:
     config = (copy / "config.toml").read_text()
-    code, _, err = runs.run("run", "--resume", copy, "algorithm=a2c", "buffer.kind=auto", "lora.lora_rank=4")
+    code, _, err = runs.invoke("run", "--resume", copy, "algorithm=a2c", "buffer.kind=auto", "lora.lora_rank=4")
     assert code == 1, err
     assert re.search('algorithm = "a2c".*"reinforce"', err)
     assert re.search(r"lora\.lora_rank = 4\b.*\b32\b", err)
@@ -227,11 +227,11 @@ def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path
 def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
     small = runs.write_small(tmp_path)
-    for told in (False, True):
-        run = ("--resume", runs.run_directory(tmp_path)) if told else (small, engine)
-        code, out, err = runs.run_torchless("run", *run, steps.format(1 + told), "run.eval_games=0")
+    for is_resumed in (False, True):
+        run = ("--resume", runs.run_directory(tmp_path)) if is_resumed else (small, engine)
+        code, out, err = runs.run_torchless("run", *run, steps.format(1 + is_resumed), "run.eval_games=0")
         assert code == 0, out + err
-        assert f"resumed: {told}" in (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
+        assert f"resumed: {is_resumed}" in (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
 
 
 @pytest.mark.nightly
@@ -292,14 +292,14 @@ def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: P
     assert code == 0, out + err
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
     assert [line["step"] for line in updates_of(directory)] == [1]
-    code, _, err = runs.run("run", "--resume", directory)
+    code, _, err = runs.invoke("run", "--resume", directory)
     assert (code, "1 updates" in err) == (1, True)
 
 
 @pytest.mark.nightly
 def test_actor_and_critic_resume_together(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
-    overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
+    overrides = (*runs.SCRIPTED, "run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
     code, out, err = runs.run("run", small, "algorithm=a2c", *overrides, "run.learning_steps=1")
     assert code == 0, out + err
     directory = runs.run_directory(tmp_path)
@@ -355,7 +355,7 @@ def damage_newest(checkpoints: Path, file: str) -> tuple[int, int]:
 def test_run_without_an_intact_checkpoint_is_refused(copy: Path) -> None:
     for path in (copy / "checkpoints").glob("ckpt-*"):
         (path / "manifest.json").unlink()
-    code, out, err = runs.run("run", "--resume", copy)
+    code, out, err = runs.invoke("run", "--resume", copy)
     assert code == 1
     assert "manifest.json" in out
     assert "no checkpoint" in err
@@ -446,14 +446,14 @@ def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
 
 def test_finished_running_or_missing_run_is_not_resumed(copy: Path, tmp_path: Path) -> None:
     config = (copy / "config.toml").read_text()
-    code, _, err = runs.run("run", "--resume", copy, "run.learning_steps=1")
+    code, _, err = runs.invoke("run", "--resume", copy, "run.learning_steps=1")
     assert (code, "updates" in err) == (1, True)
     assert (copy / "config.toml").read_text() == config
-    code, _, err = runs.run("run", "--resume", tmp_path)
+    code, _, err = runs.invoke("run", "--resume", tmp_path)
     assert (code, "config.toml" in err) == (1, True)
     process = runs.start_torchless("run", "--resume", copy)
     runs.wait_for(lambda: runs.children_of(process))
-    code, _, err = runs.run("run", "--resume", copy)
+    code, _, err = runs.invoke("run", "--resume", copy)
     assert (code, "another process" in err) == (1, True)
     process.kill()
     runs.finish(process)
@@ -469,7 +469,7 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
     """The kills hit start-up, saves, evaluations and updates."""
     chance = random.Random(5)
     small = runs.write_small(tmp_path)
-    process = runs.start("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
+    process = runs.start_torchless("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
     directory = runs.run_directory(tmp_path)
     for kill in range(KILLS):
@@ -483,12 +483,13 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
             process.kill()
         runs.finish(process)
         runs.wait_for(lambda: runs.are_gone(children), 5)  # noqa: B023
-        process = runs.start("run", "--resume", directory)
+        process = runs.start_torchless("run", "--resume", directory)
         runs.wait_for(lambda: runs.children_of(process))  # noqa: B023
         assert len(runs.arenas_named(directory.name)) <= 1  # not the killed process's arena
     process.send_signal(signal.SIGINT)
     runs.finish(process)
-    code, out, err = runs.run("run", "--resume", directory, f"run.learning_steps={len(updates_of(directory)) + 2}")
+    steps = f"run.learning_steps={len(updates_of(directory)) + 2}"
+    code, out, err = runs.run_torchless("run", "--resume", directory, steps)
     assert code == 0, out + err
     steps = [line["step"] for line in updates_of(directory)]
     assert steps == list(range(1, len(steps) + 1))

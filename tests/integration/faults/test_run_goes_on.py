@@ -12,10 +12,11 @@ pytestmark = pytest.mark.nightly
 
 
 def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) -> None:
-    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=8", "run.num_eval_workers=0")
-    for num_updates, name in ((1, "engines"), (2, "learner"), (4, "engines"), (5, "learner")):
+    overrides = ("run.learning_steps=8", "run.num_eval_workers=0", "run.eval_games=0")
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *overrides)
+    for num_updates, name in ((1, "engines.worker"), (2, runs.TORCHLESS), (4, "engines.worker"), (5, runs.TORCHLESS)):
         runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
-        kill(process.pid, f"{name}.worker")
+        kill(process.pid, name)
     runs.output_of(runs.finish(process))
     directory = runs.run_directory(tmp_path)
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

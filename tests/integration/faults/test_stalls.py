@@ -117,11 +117,10 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
     (tmp_path / "looping.py").write_text(LOOPS_WHILE_FILE_EXISTS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.chdir(tmp_path)
-    process = runs.start(
+    process = runs.start_torchless(
         "run",
         runs.write_small(tmp_path),
-        "engine.kind=scripted",
-        "learner.canary_tolerance=1e9",
+        *runs.SCRIPTED,
         'rewards.final_reward_transformation=["looping:Loops"]',
         "run.eval_games=0",
         "run.num_eval_workers=0",
@@ -140,4 +139,5 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
     directory = runs.run_directory(tmp_path)
     assert "in __call__" in (directory / "logs" / "orchestrator.log").read_text()
     (tmp_path / "loop").unlink()
-    runs.output_of(runs.run("run", "--resume", directory, f"run.learning_steps={runs.num_updates(tmp_path) + 1}"))
+    steps = f"run.learning_steps={runs.num_updates(tmp_path) + 1}"
+    runs.output_of(runs.run_torchless("run", "--resume", directory, steps))

@@ -19,7 +19,8 @@ from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
 
-ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+ALGORITHMS = ["reinforce", "ppo"]
+"""Both functions that make an update, one without a critic and one with it."""
 TOO_MUCH = 1 << 60
 """Number of bytes beyond any allocator."""
 

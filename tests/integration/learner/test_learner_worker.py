@@ -184,6 +184,7 @@ def test_unwritable_adapter_ends_the_learner_with_the_reason(make_learner, make_
         worker._Worker(learner, learner.config).answer(update)
 
 
+@pytest.mark.nightly
 async def test_missing_model_crashes_the_learner_with_a_clear_message(start, make_config, tmp_path):
     process = await start(make_config().model_copy(update={"model_name": str(tmp_path / "no-model")}))
     with pytest.raises(WorkerDied, match=r"ModelError: .*no-model.*config\.json"):

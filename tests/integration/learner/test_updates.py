@@ -31,7 +31,8 @@ from unstable_lite.types import TrainItem
 
 CRITICS = ["a2c", "ppo"]
 CLIPPED = ["ppo", "grpo"]
-ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+ALGORITHMS = ["reinforce", "ppo"]
+"""Both functions that make an update, one without a critic and one with it: A2C and GRPO are the other way round."""
 
 
 def apply(
@@ -135,7 +136,7 @@ OF_CRITIC = """value_loss value_mae value_dir_acc value_dir_n num_steps grad_nor
 explained_variance value_mean return_mean"""
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["reinforce", "a2c", "ppo", "grpo"])
 def test_update_reports_every_metric_as_a_finite_number(make_learner, make_items, algorithm):
     """The metrics of the reference are among them, under its names."""
     metrics = make_learner(algorithm).update(make_items(6, turns=2), 1).metrics
@@ -196,11 +197,8 @@ def poisoned_in_the_critic(learner: Any, items: list[TrainItem]) -> list[TrainIt
     [
         ("reinforce", poisoned_by_reward),
         ("reinforce", poisoned_by_logprobs),
-        ("a2c", poisoned_by_reward),
         ("ppo", poisoned_by_reward),
-        ("grpo", poisoned_by_reward),
         ("ppo", poisoned_by_a_later_step),
-        ("grpo", poisoned_by_a_later_step),
         ("ppo", poisoned_in_the_critic),
     ],
 )
@@ -253,7 +251,7 @@ def identical(items: list[TrainItem], reward: float) -> list[TrainItem]:
     return [replace(items[0], reward=reward, trajectory=index) for index in range(len(items))]
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_update_without_an_advantage_keeps_policy_and_moments(make_learner, make_items, algorithm, num_before):
     """An optimizer with moments would keep moving, and weight decay would act."""
@@ -279,7 +277,7 @@ def test_update_without_an_advantage_keeps_policy_and_moments(make_learner, make
     )
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_kl_holds_the_policy_at_the_initial_adapter(make_learner, make_items, tmp_path, algorithm):
     """A pull towards the base would make it unlearn the checkpoint even without any reward."""
     make_learner(algorithm).training.save(tmp_path)
@@ -300,7 +298,7 @@ def test_kl_holds_the_policy_at_the_initial_adapter(make_learner, make_items, tm
     assert kl["initial"] < 1e-5 < 1e-2 < kl["base"]
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_kl_reference_survives_a_resume(make_learner, make_items, tmp_path, algorithm):
     directories = {name: tmp_path / name for name in ("start", "saved")}
     for directory in directories.values():
@@ -325,7 +323,7 @@ def test_kl_reference_survives_a_resume(make_learner, make_items, tmp_path, algo
     assert all(torch.equal(p, frozen[n]) for n, p in learner.policy.model.named_parameters() if n in frozen)
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_max_generation_len_does_not_change_an_update(make_learner, make_items, tmp_path, algorithm):
     """Equal to the last bit, also after a resume, if no answer is cut."""
     states = []
@@ -340,7 +338,7 @@ def test_max_generation_len_does_not_change_an_update(make_learner, make_items, 
     assert is_equal(*states)
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_divisor_is_that_of_the_first_trained_batch(make_learner, make_items, algorithm):
     """Longer answers in later batches have the same weight per token; a skipped first batch does not count."""
     learner, first = make_learner(algorithm), make_items(6, turns=2)
@@ -351,14 +349,14 @@ def test_divisor_is_that_of_the_first_trained_batch(make_learner, make_items, al
     assert learner.training.completion_len == mean_length(first) != 1
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_update_reports_if_the_gradient_was_clipped(make_learner, make_items, algorithm):
     for limit, share in ((1e-6, 1.0), (1e6, 0.0)):
         learner = make_learner(algorithm, learner={"gradient_clipping": limit})
         assert learner.update(make_items(6, turns=2), 1).metrics["grad_clipped"] == share
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_kl_and_entropy_terms_act_without_an_advantage(make_learner, make_items, algorithm):
     items = identical(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0)
     for settings in ({"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1, "learning_rate": 1e-4, "ppo_epochs": 1}):

@@ -125,7 +125,7 @@ def test_check_run_and_resume_accept_the_file_as_any_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
     config = runs.write_small(tmp_path)
     model, steps = f'model_name="{whole_file}"', "run.learning_steps=1"
-    code, out, err = runs.run("check", config, model)
+    code, out, err = runs.invoke("check", config, model)
     assert (code, err) == (0, ""), err
     assert str(whole_file) in out
     runs.output_of(runs.run("run", config, model, steps, "run.eval_games=0"))
@@ -232,7 +232,7 @@ def test_declared_lengths_beyond_the_file_are_refused_at_once(
 def test_unsupported_architecture_gives_one_message_in_check(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     write_gguf(path, architecture="oddly")
-    code, _, err = runs.run("check", runs.write_small(tmp_path), f'model_name="{path}"')
+    code, _, err = runs.invoke("check", runs.write_small(tmp_path), f'model_name="{path}"')
     assert code != 0
     problems = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(problems) == 1 and "odd.gguf" in problems[0] and "oddly" in problems[0], err

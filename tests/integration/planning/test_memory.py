@@ -180,12 +180,12 @@ def test_reference_adapter_counts_its_weights(
 
 
 def test_check_memory_works_with_and_without_a_config(tmp_path: Path) -> None:
-    code, out, err = runs.run("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
+    code, out, err = runs.invoke("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
     assert (code, err) == (0, "")
     assert "24 GiB" in out
-    small = runs.output_of(runs.run("check", runs.write_small(tmp_path), "--memory", "Qwen/Qwen3-1.7B-Base", "24"))
+    small = runs.output_of(runs.invoke("check", runs.write_small(tmp_path), "--memory", "Qwen/Qwen3-1.7B-Base", "24"))
     assert small != out
-    code, _, err = runs.run("check", "--memory", "unknown/model", "24")
+    code, _, err = runs.invoke("check", "--memory", "unknown/model", "24")
     assert code == 1
     assert "unknown/model" in err
 

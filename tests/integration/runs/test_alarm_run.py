@@ -62,7 +62,7 @@ def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Pat
 
 @pytest.mark.nightly
 def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
-    process = runs.start("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
     directory = runs.run_directory(tmp_path)
     in_the_way = directory / "checkpoints" / "ckpt-3" / "in the way"
@@ -105,7 +105,7 @@ def test_run_without_steps_pauses_and_can_be_stopped(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_collapsed_run_reports_the_collapse_and_its_best_policy(tmp_path: Path) -> None:
     out = runs.output_of(
-        runs.run(
+        runs.run_torchless(
             "run",
             runs.write_small(tmp_path),
             "learner.learning_rate=100",  # two such steps destroy the base's abilities

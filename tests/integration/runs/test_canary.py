@@ -1,6 +1,7 @@
 """Engines that serve wrong weights end the run before a game uses them. Real processes, real training."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,25 +11,28 @@ from unstable_lite.dashboards.run_directory import list_runs
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("run", "engine", "says"),
     [
-        ("ServesBase", r"engine-0 .* 0\b.* 1\b"),
+        (runs.run_torchless, "ServesBase", r"engine-0 .* 0\b.* 1\b"),
         *(
-            pytest.param(engine, says, marks=pytest.mark.nightly)
-            for engine, says in [
-                ("HotterThanItSays", "engine-0 .*learner.* base"),
-                ("ServesThePreviousVersion", r"engine-0 .*adapter.* version 2\b"),
-                ("ServesBaseUnderTheRightName", "base .*scaling"),
-                ("ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),
-                ("HotterWithAdapters", "engine-0 .*learner.* adapter"),
-                ("ServesThePreviousVersionUnderTheRightName", "engine-0 .*learner.* adapter"),
-                ("ReadsADamagedFile", r"engine-0 .*adapter.* version 1\b"),
+            pytest.param(run, engine, says, marks=pytest.mark.nightly)
+            for run, engine, says in [
+                (runs.run_torchless, "ServesThePreviousVersion", r"engine-0 .*adapter.* version 2\b"),
+                (runs.run_torchless, "ReadsADamagedFile", r"engine-0 .*adapter.* version 1\b"),
+                (runs.run, "HotterThanItSays", "engine-0 .*learner.* base"),
+                (runs.run, "ServesBaseUnderTheRightName", "base .*scaling"),
+                (runs.run, "ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),
+                (runs.run, "HotterWithAdapters", "engine-0 .*learner.* adapter"),
+                (runs.run, "ServesThePreviousVersionUnderTheRightName", "engine-0 .*learner.* adapter"),
             ]
         ),
     ],
 )
-def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, says: str) -> None:
-    code, _, err = runs.run(
+def test_faulty_engine_ends_the_run_and_is_named(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], engine: str, says: str
+) -> None:
+    """A wrong version or digest needs no learner's log-probabilities."""
+    code, _, err = run(
         "run",
         runs.write_small(tmp_path),
         f"engine.kind=fakes.lying_engines:{engine}",

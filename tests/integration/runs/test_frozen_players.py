@@ -5,14 +5,14 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unstable_lite as unstable
-from fakes import runs, sync_runs
+from fakes import numpy_learner, runs, sync_runs
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION, slug
 from unstable_lite.adapters.peft_files import WEIGHTS
@@ -80,18 +80,22 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("run", "engine", "says"),
     [
-        ("ServesBaseForFrozenPlayers", r"engine-0 does not compute like .*run:\S+/(best|newest).*served the base"),
-        ("ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
+        (
+            runs.run,
+            "ServesBaseForFrozenPlayers",
+            r"engine-0 does not compute like .*run:\S+/(best|newest).*the base",
+        ),
+        (runs.run_torchless, "ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
     ],
 )
 def test_engine_that_serves_other_weights_for_a_frozen_player_ends_the_run(
-    tmp_path: Path, engine: str, says: str
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], engine: str, says: str
 ) -> None:
     other = write_other_run(tmp_path / "other")
     config = write_config(tmp_path, "base", f"run:{other}/best", f"run:{other}/newest")
-    code, out, err = runs.run("run", config, f"engine.kind=fakes.lying_engines:{engine}")
+    code, out, err = run("run", config, f"engine.kind=fakes.lying_engines:{engine}")
     assert code == 1
     assert re.search(says, err), err
     assert "update 1/" not in out, "no game was played"
@@ -155,9 +159,10 @@ def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8, overrides: tu
 
 
 @pytest.mark.nightly
-def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path) -> None:
+def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_learner.use(monkeypatch)
     adapters = [write_adapter(tmp_path / str(n), fitting(TINY, n), base=TINY) for n in range(3)]
-    run = hand_made(tmp_path, *adapters, overrides=("league.opponent_sampling_strategy=random",))
+    run = hand_made(tmp_path, *adapters, overrides=(*runs.SCRIPTED, "league.opponent_sampling_strategy=random"))
     summary = run.start()
     slots = active_checkpoints(run.plan.config, 3)
     assert run.training.parts.pool._size == slots < active_checkpoints(run.plan.config)

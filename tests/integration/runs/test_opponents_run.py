@@ -93,7 +93,7 @@ def test_no_key_reaches_a_file_stream_or_child_process(
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
         config.write_text(CONFIG.replace("URL", server.url).replace("OUTPUT", str(tmp_path)))
-        process = runs.start("run", config, *limit, "--debug")
+        process = runs.start_torchless("run", config, *limit, "--debug")
         while process.poll() is None and len(server.bodies) < 2:
             time.sleep(0.05)
         for child in runs.children_of(process) if process.poll() is None else []:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fakes.runs import output_of, run, run_torchless, write_small
+from fakes.runs import invoke, output_of, run_torchless, write_small
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.files import read_records
@@ -63,12 +63,12 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     assert re.search(rf"update 0  questions:{re.escape(str(questions))} +50\.0 % \(", out)
 
     write_questions(questions, ["1/2", 7, "half", 0.6])
-    code, _, err = run("run", "--resume", made, "run.learning_steps=2")
+    code, _, err = invoke("run", "--resume", made, "run.learning_steps=2")
     assert code != 0 and f"{questions} changed since the run began" in err
 
     output = tmp_path / "offline"
     offline = ("eval", "base", "--config", made / "config.toml", "--output", output, "--env", f"questions:{questions}")
-    output_of(run(*offline, "--games", "4"))
+    output_of(invoke(*offline, "--games", "4"))
     assert [row["outcome"] for row in sorted(read_records(output / "results.jsonl"), key=lambda row: row["game"])] == [
         "win", "loss", "loss", "loss"
     ]  # fmt: skip

@@ -83,6 +83,6 @@ def test_share_of_cut_thinking_is_logged_with_its_count(sync_run: Path) -> None:
 def test_engine_that_does_not_complete_given_ids_ends_the_run(tmp_path: Path) -> None:
     kind = "fakes.lying_engines:CompletesThePromptAgain"
     changes = (f"engine.kind={kind}", "engine.thinking_tokens=3", "run.eval_games=0")
-    code, _, err = runs.run("run", write_thinking(tmp_path), *changes)
+    code, _, err = runs.run_torchless("run", write_thinking(tmp_path), *changes)
     assert code == 1
     assert f"engine.kind = '{kind}' does not complete the ids" in err

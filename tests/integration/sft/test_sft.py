@@ -119,6 +119,7 @@ def test_filter_that_leaves_nothing_is_refused_with_its_counts(tmp_path: Path, m
     assert re.search(r"\b20 games\b.*\b0\b.*\b20 turns\b", ended.output)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tuple[Path, str], tmp_path: Path) -> None:
     given = warm[0] / "warm" / "pairs.jsonl"
     process = runs.start("sft", write(tmp_path), f"sft.data={given}", "sft.players=[]", "sft.epochs=100000")

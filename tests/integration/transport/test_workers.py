@@ -250,21 +250,19 @@ async def _dropped(router: Router, count: int) -> None:
 DONE = encode([Done(request_id=1)])
 
 
-@pytest.mark.parametrize(
-    ("identity", "parts"),
-    [
+async def test_frames_of_unknown_peers_are_dropped_and_counted(wire: Wire) -> None:
+    frames = [
         (b"unknown", [DONE]),
         (b"engine-1", [b"\xc1garbage"]),
         (b"engine-0", [DONE]),  # without a life number
         (b"\xff" * 255, [DONE]),
         (b"unknown", [DONE, DONE]),
         (b"unknown", [b""] * 100),
-    ],
-)
-async def test_frames_of_unknown_peers_are_dropped_and_counted(wire: Wire, identity: bytes, parts: list[bytes]) -> None:
-    _sends(wire.router, identity, parts)
-    await _dropped(wire.router, 1)
-    assert (await wire.engine.generate("p", 0)).text
+    ]
+    for number, (identity, parts) in enumerate(frames, start=1):
+        _sends(wire.router, identity, parts)
+        await _dropped(wire.router, number)
+        assert (await wire.engine.generate("p", 0)).text
 
 
 @pytest.fixture
