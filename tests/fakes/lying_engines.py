@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import structs
 
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
-from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest
+from unstable_lite.adapters.peft_files import CONFIG, adapter_digest
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import Generate, Generated
@@ -117,21 +117,6 @@ class ServesThePreviousVersionUnderTheRightName(ServesThePreviousVersion):
     def load_adapter(self, version: int, path: Path) -> str:
         super().load_adapter(version, path)
         return adapter_digest(path)
-
-
-class ReadsADamagedFile(TransformersEngine):
-    """Flips a bit of a weight."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self._copy = Path(spec.config.run.output_dir) / "copy"
-
-    def load_adapter(self, version: int, path: Path) -> str:
-        shutil.copytree(path, self._copy, dirs_exist_ok=True)
-        content = bytearray((path / WEIGHTS).read_bytes())
-        content[-4] ^= 1
-        (self._copy / WEIGHTS).write_bytes(content)
-        return super().load_adapter(version, self._copy)
 
 
 class ScalesTwiceAsMuch(TransformersEngine):

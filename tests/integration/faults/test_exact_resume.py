@@ -42,16 +42,14 @@ def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
     _, out, _ = runs.finish(process)
     assert ("broken off" in out) == (signum == signal.SIGINT)
     broken = runs.run_directory(tmp_path)
-    code, out, err = runs.run("run", "--resume", broken)
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("run", "--resume", broken))
     assert re.search(rf"\bafter update {resumed_from}\b", out)
     assert_equal(broken, sync_run, {"ckpt-3", "ckpt-6"} if checkpoint_every == 3 else {"ckpt-6"})
 
 
 @pytest.mark.nightly
 def test_sleeping_engines_change_nothing_in_a_sync_run(sync_run: Path, tmp_path: Path) -> None:
-    code, out, err = runs.run("run", write_thinking(tmp_path), *THINKING, "engine.when_shared=sleep")
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", write_thinking(tmp_path), *THINKING, "engine.when_shared=sleep"))
     sleeper = runs.run_directory(tmp_path)
     assert '"inference/asleep_s"' in (sleeper / "metrics.jsonl").read_text()
     ours, theirs = (directory / "checkpoints" / "ckpt-6" for directory in (sleeper, sync_run))
@@ -88,8 +86,7 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
         assert name == "broken" or code == 0, out + err
         directories.append(runs.run_directory(tmp_path / name))
     whole, broken = directories
-    code, out, err = runs.run_torchless("run", "--resume", broken)
-    assert code == 0, out + err
+    out = runs.output_of(runs.run_torchless("run", "--resume", broken))
     assert re.search(r"\bafter update [24]\b", out)
     assert_equal(broken, whole, {"ckpt-2", "ckpt-4", "ckpt-6"})
     return broken

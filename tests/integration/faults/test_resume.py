@@ -84,8 +84,7 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
         file.write(json.dumps(json.loads(first) | early) + "\n")
     count = state["buffer"]["counters"]
     last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the waiting steps allow
-    code, out, err = runs.run_torchless("run", "--resume", copy, f"run.learning_steps={last}")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run_torchless("run", "--resume", copy, f"run.learning_steps={last}"))
     assert f"removed {stale}, left behind" in out and not stale.exists()
     shutil.rmtree(temporary)
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
@@ -130,8 +129,7 @@ def test_resumed_run_may_change_opponents_and_opponent_sampler(copy: Path) -> No
         f"eval_envs=[{judge}]",
         f"run.learning_steps={newest + 8}",
     )
-    code, out, err = runs.run_torchless("run", "--resume", copy, *changes)
-    assert code == 0, out + err
+    out = runs.output_of(runs.run_torchless("run", "--resume", copy, *changes))
     assert "PrioritizedFictitiousModelSampler" in out
     new_games = [*read_records(copy / "games.jsonl")][num_games + 24 :]  # without the games that were played again
     met = {agent["model"] for game in new_games if game["kind"] == "train" for agent in game["agents"]}
@@ -229,8 +227,7 @@ def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     for is_resumed in (False, True):
         run = ("--resume", runs.run_directory(tmp_path)) if is_resumed else (small, engine)
-        code, out, err = runs.run_torchless("run", *run, steps.format(1 + is_resumed), "run.eval_games=0")
-        assert code == 0, out + err
+        runs.output_of(runs.run_torchless("run", *run, steps.format(1 + is_resumed), "run.eval_games=0"))
         assert f"resumed: {is_resumed}" in (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
 
 
@@ -261,10 +258,8 @@ def test_concurrent_evaluation_of_a_stopped_run_is_recorded_once(tmp_path: Path)
 
     runs.wait_for(lambda: evaluated().count("ckpt-1") >= 3)
     process.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(process)
-    assert code == 0, out + err
-    code, out, err = runs.run_torchless("run", "--resume", directory, "learner.batch_size=24")
-    assert code == 0, out + err
+    runs.output_of(runs.finish(process))
+    runs.output_of(runs.run_torchless("run", "--resume", directory, "learner.batch_size=24"))
     evaluations = [line["model"] for line in read_records(directory / "eval.jsonl")]
     assert evaluations.count("ckpt-1") == 1
     assert len(evaluations) == len(set(evaluations))
@@ -288,8 +283,7 @@ def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: P
     before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train")]
     directory = runs.run_directory(tmp_path)
-    code, out, err = runs.run_torchless("run", "--resume", directory)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", "--resume", directory))
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
     assert [line["step"] for line in updates_of(directory)] == [1]
     code, _, err = runs.invoke("run", "--resume", directory)
@@ -300,12 +294,10 @@ def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: P
 def test_actor_and_critic_resume_together(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     overrides = (*runs.SCRIPTED, "run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
-    code, out, err = runs.run("run", small, "algorithm=a2c", *overrides, "run.learning_steps=1")
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", small, "algorithm=a2c", *overrides, "run.learning_steps=1"))
     directory = runs.run_directory(tmp_path)
     assert find_damage(directory / "checkpoints" / "ckpt-1") is None
-    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
-    assert code == 0, out + err
+    runs.output_of(runs.run("run", "--resume", directory, "run.learning_steps=2"))
     assert [line["learner/step"] for line in updates_of(directory)] == [1, 2]
     head = directory / "checkpoints" / "ckpt-2" / "critic" / "value_head.safetensors"
     head.write_bytes(head.read_bytes()[:-1])
@@ -489,8 +481,7 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     runs.finish(process)
     steps = f"run.learning_steps={len(updates_of(directory)) + 2}"
-    code, out, err = runs.run_torchless("run", "--resume", directory, steps)
-    assert code == 0, out + err
+    runs.output_of(runs.run_torchless("run", "--resume", directory, steps))
     steps = [line["step"] for line in updates_of(directory)]
     assert steps == list(range(1, len(steps) + 1))
     games = [record["game_idx"] for record in read_records(directory / "games.jsonl")]

@@ -93,14 +93,6 @@ def test_run_can_be_stopped_before_start_up_and_after_its_end(tmp_path: Path, to
     run.stop()
 
 
-@pytest.mark.nightly
-def test_run_is_started_only_once(tmp_path: Path, torchless: dict[str, Any]) -> None:
-    run = small(tmp_path, **torchless)
-    run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0)
-    with pytest.raises(ConfigError, match="started"):
-        run.start(learning_steps=2)
-
-
 def test_unguarded_script_does_not_start_again_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "unguarded_script.py").write_text(
         "import unstable_lite as unstable\n"
@@ -127,11 +119,15 @@ def test_error_of_a_background_run_is_raised_by_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-async def test_run_inside_an_event_loop_requires_block_false(tmp_path: Path, torchless: dict[str, Any]) -> None:
+async def test_run_starts_once_and_inside_an_event_loop_with_block_false(
+    tmp_path: Path, torchless: dict[str, Any]
+) -> None:
     run = small(tmp_path, **torchless)
     with pytest.raises(ConfigError, match=r"event loop.*start\(block=False\)"):
         run.start(learning_steps=1)
     run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0, block=False)
+    with pytest.raises(ConfigError, match="started"):
+        run.start(learning_steps=2, block=False)
     assert (await asyncio.to_thread(run.wait)).updates == 1
 
 

@@ -18,7 +18,6 @@ from unstable_lite.dashboards.run_directory import list_runs
             pytest.param(run, engine, says, marks=pytest.mark.nightly)
             for run, engine, says in [
                 (runs.run_torchless, "ServesThePreviousVersion", r"engine-0 .*adapter.* version 2\b"),
-                (runs.run_torchless, "ReadsADamagedFile", r"engine-0 .*adapter.* version 1\b"),
                 (runs.run, "HotterThanItSays", "engine-0 .*learner.* base"),
                 (runs.run, "ServesBaseUnderTheRightName", "base .*scaling"),
                 (runs.run, "ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),

@@ -58,8 +58,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the directory and the output of a warm start."""
     directory = tmp_path_factory.mktemp("warm")
     code, out, err = runs.run("sft", write(directory))
-    assert code == 0, out + err
-    assert err == ""
+    assert (code, err) == (0, ""), out + err
     return directory, out
 
 
@@ -82,8 +81,7 @@ def test_sft_leaves_an_adapter_its_pairs_and_its_settings(warm: tuple[Path, str]
 @pytest.mark.nightly
 def test_run_starts_from_the_adapter_and_refuses_another_shape(warm: tuple[Path, str], tmp_path: Path) -> None:
     start = f"lora.initial_lora_path={warm[0] / 'warm'}"
-    code, out, err = runs.run("run", write(tmp_path), start, "run.learning_steps=1", "run.eval_games=0")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("run", write(tmp_path), start, "run.learning_steps=1", "run.eval_games=0"))
     assert "initial" in out
     code, _, err = runs.run("run", write(tmp_path), start, "lora.lora_rank=8", 'lora.target_modules=["q_proj"]')
     assert code == 1
@@ -102,8 +100,7 @@ def test_existing_output_is_not_overwritten(warm: tuple[Path, str]) -> None:
 def test_base_and_adapter_play_and_collect_only_trains_nothing(warm: tuple[Path, str], tmp_path: Path) -> None:
     adapter = f"adapter:{warm[0] / 'warm'}"
     players = (f'sft.players=["base", "{adapter}", "scripted:random"]', f'sft.imitate=["base", "{adapter}"]')
-    code, out, err = runs.run("sft", write(tmp_path), *players, "sft.pairs=20", "--collect-only")
-    assert code == 0, out + err
+    out = runs.output_of(runs.run("sft", write(tmp_path), *players, "sft.pairs=20", "--collect-only"))
     pairs = [json.loads(line) for line in (tmp_path / "warm" / "pairs.jsonl").read_text().splitlines()]
     assert len(pairs) == 20 and {pair["player"] for pair in pairs} == {"base", adapter}
     assert not (tmp_path / "warm" / "adapter_config.json").exists()
