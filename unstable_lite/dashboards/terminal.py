@@ -218,7 +218,7 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
         has_choices = any(one.choices for one in evaluations)
         wins = ["won", "draw"] if row.newest.is_share else []
         columns = ("games", row.value_name, "95 %", *wins, "own\ninvalid", *["best\nmoves"] * has_choices)
-        table = plain_table(row.title, ("when", "model"), columns)
+        table = plain_table(row.title + f"\n({row.about})" * bool(row.about), ("when", "model"), columns)
         for one in evaluations:
             table.add_row(
                 one.label,

@@ -130,13 +130,13 @@ ALARMS = {
         "'board'; for other reasons see logs/orchestrator.log",
     ),
     "collapse": Alarm(
-        measured="{detail}; their intervals for all comparisons together lie {value:.3f} apart",
+        measured="{detail}",
         means="the policy has become worse",
         advice="continue from the best checkpoint (lora.initial_lora_path) with a lower learner.learning_rate or a "
         "learner.kl_coefficient above 0",
     ),
     "decline": Alarm(
-        measured="{detail}; their intervals for all comparisons together lie {value:.3f} apart",
+        measured="{detail}",
         means="the policy is becoming worse, or relies on a habit that no longer wins",
         advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
         "lower learner.learning_rate or a learner.kl_coefficient above 0",
@@ -271,7 +271,8 @@ def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> 
     beyond = f"{'under' if alarm.is_under else 'over'} {threshold}"
     times = f", {alarm.updates} times in a row" * (alarm.updates > 1 and phase == "begins")
     still = f", still on since update {since}" * (phase == "stays")
-    return f"{reading.alarm}{still}: {measured} ({beyond}{times}). It usually means: {alarm.means}. Try: {alarm.advice}"
+    limit = f" ({beyond}{times})" * (config.threshold != 0 or bool(times))
+    return f"{reading.alarm}{still}: {measured}{limit}. It usually means: {alarm.means}. Try: {alarm.advice}"
 
 
 def readings_of(metrics: Mapping[str, float]) -> list[Reading]:
@@ -357,5 +358,7 @@ class Contest:
         if rival is None or rival == newest:
             return []
         gap = rival.interval(level)[0] - newest.interval(level)[1]
-        detail = f"{subject}: {newest.describe()}, but {rival.describe()}"
+        size = f"{gap:.3f}" if newest.std is not None else f"{100 * gap:.1f} percentage points"
+        apart = f"do not overlap: they lie {size} apart" if gap > 0 else "overlap"
+        detail = f"{subject}: {newest.describe()}, but {rival.describe()}; widened for all comparisons, these {apart}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]

@@ -139,6 +139,7 @@ def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
     assert contest.best.who == "ckpt-20"
     (reading,) = contest.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
     assert re.search(r"^S: ckpt-40 50\.0 %.* 400 .*45\.1–54\.9.* ckpt-20 82\.5 %.* 78\.5–85\.9", reading.detail)
+    assert re.search(r"do not overlap: they lie \d+\.\d percentage points apart$", reading.detail)
     # Two results: disjoint intervals of 95 % decide.
     (_, high), (low, _) = points_interval(161, 0, 239), points_interval(200, 0, 200)
     assert gaps(Contest(), [evaluation(200), evaluation(161)]) == [pytest.approx(low - high)]
