@@ -11,7 +11,6 @@ import math
 import os
 import time
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,17 +289,11 @@ class RunData(RunDirectory):
         except (OSError, ValueError, RecursionError) as error:
             raise UnstableError(f"{path} cannot be read: {error}") from None
         self.label = ""
-        self.ladder_rows: dict[str, list[tuple[int, float, float, int]]] = defaultdict(list)
-        """(update, μ, σ, games) at every change, by model, of models that have played."""
         with understood(directory):
             self.refresh()
             self.rows = self.results()
             self.spike_list = self.spikes()
             self._read_metrics()
-            for line in self.lines("league"):
-                for uid, (mu, sigma, games, *_) in line["models"].items():
-                    if games:
-                        self.ladder_rows[uid].append((line["step"], mu, sigma, games))
 
     @property
     def seed(self) -> int:

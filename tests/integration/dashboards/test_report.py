@@ -845,6 +845,13 @@ def test_games_without_a_reason_are_reported(tmp_path: Path) -> None:
     assert write_report([run], tmp_path / "report.html").games == len(GAMES)
 
 
+def test_run_without_evaluations_is_compared_with_one_that_has_some(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, [], {"run": {"seed": seed}}) for seed, name in enumerate(("some", "none"))]
+    (runs[1] / "eval.jsonl").write_text("")
+    text = write_report(runs, tmp_path / "report.html").path.read_text("utf-8")
+    assert text.count(f'title="Points against scripted:random in {NIM}"') == 1
+
+
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -172,17 +172,20 @@ def _count_of(name: str) -> str:
 def ladder_lines(run: RunData) -> Iterator[Line]:
     """Yield the ratings, μ ± 2σ, of the policy, the base and fixed opponents. They hold until they change."""
     mus, sigmas = (run.curves.get(f"trueskill/current {name}", ()) for name in ("mu", "sigma"))
-    rated = zip(run.steps, mus, sigmas, strict=False)
-    policy = [(step, mu, sigma) for step, mu, sigma in rated if mu is not None and sigma is not None]
-    lines: dict[str, Sequence[Sequence[Any]]] = {"current policy": policy}
-    lines |= {name_of(uid): rows for uid, rows in run.ladder_rows.items() if uid == BASE or uid.startswith(FIXED)}
-    for label, changes in lines.items():
-        rows = [(step, mu, 2 * sigma) for step, mu, sigma, *_ in changes]
-        if rows and run.steps and run.steps[-1] > rows[-1][0]:
+    found = defaultdict[str, list[tuple[int, float, float]]](list)
+    for step, mu, sigma in zip(run.steps, mus, sigmas, strict=False):
+        if mu is not None and sigma is not None:
+            found["current policy"].append((step, mu, sigma))
+    for line in run.lines("league"):
+        for uid, (mu, sigma, games, *_) in line["models"].items():
+            if games and (uid == BASE or uid.startswith(FIXED)):
+                found[name_of(uid)].append((line["step"], mu, sigma))
+    for label, rows in found.items():
+        if run.steps and run.steps[-1] > rows[-1][0]:
             rows.append((run.steps[-1], *rows[-1][1:]))
-        points = [_point([run], at, mu, (mu - by, mu + by), f"{mu:.1f}", f"± {by:.1f}") for at, mu, by in rows]
-        if points:
-            yield {"label": label, "points": points}
+        bands = [(step, mu, 2 * sigma) for step, mu, sigma in rows]
+        points = [_point([run], at, mu, (mu - by, mu + by), f"{mu:.1f}", f"± {by:.1f}") for at, mu, by in bands]
+        yield {"label": label, "points": points}
 
 
 def _texts(name: str, value: float, band: Band) -> tuple[str, str]:
