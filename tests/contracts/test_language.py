@@ -91,7 +91,7 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def test_text_is_plain_english() -> None:
+def test_text_is_plain_english():
     assert [problem for path in _files() for problem in problems(path)] == []
 
 

@@ -30,7 +30,7 @@ def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "empty")
 
 
-def test_every_example_is_written_as_it_is_in_the_clone() -> None:
+def test_every_example_is_written_as_it_is_in_the_clone():
     for name, files in EXAMPLES.items():
         code, output = new(name, name)
         assert code == 0, output
@@ -43,7 +43,7 @@ def test_every_example_is_written_as_it_is_in_the_clone() -> None:
     }
 
 
-def test_commands_before_the_run_are_named() -> None:
+def test_commands_before_the_run_are_named():
     code, output = new("warm-start")
     sft = "unstable-lite sft warm_start.toml\nunstable-lite run warm_start.toml lora.initial_lora_path=warm_start\n"
     assert code == 0 and f"wrote warm_start.toml\n{sft}" in output
@@ -51,7 +51,7 @@ def test_commands_before_the_run_are_named() -> None:
         assert re.search(r"\npip install 'unstable-lite\[\w+\]'\nunstable-lite check ", new(name)[1])
 
 
-def test_list_has_a_line_for_each_example() -> None:
+def test_list_has_a_line_for_each_example():
     code, output = new()
     assert code == 0
     for name in EXAMPLES:
@@ -60,7 +60,7 @@ def test_list_has_a_line_for_each_example() -> None:
         assert f"{name} " in output and line in output
 
 
-def test_script_finds_a_module_of_the_working_directory(tmp_path: Path) -> None:
+def test_script_finds_a_module_of_the_working_directory(tmp_path):
     """Python puts the directory of the script first in the path, and not the working directory."""
     (tmp_path / "unstable-lite").write_text(SCRIPT)
     assert new("opponent")[0] == 0
@@ -70,7 +70,7 @@ def test_script_finds_a_module_of_the_working_directory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_unknown_example_or_an_existing_file_is_refused_and_nothing_is_written() -> None:
+def test_unknown_example_or_an_existing_file_is_refused_and_nothing_is_written():
     code, output = new("warm_start")
     assert code == 1
     assert all(name in output for name in ("'warm_start'", *EXAMPLES))
@@ -84,14 +84,14 @@ def test_unknown_example_or_an_existing_file_is_refused_and_nothing_is_written()
     assert Path("arithmetic.jsonl").read_text() == "mine"
 
 
-def test_directory_is_made_and_its_name_is_quoted_for_the_shell() -> None:
+def test_directory_is_made_and_its_name_is_quoted_for_the_shell():
     code, output = new("quickstart", Path("my runs") / "first")
     assert code == 0 and "cd 'my runs/first'" in output
     assert Path("my runs/first/quickstart.toml").is_file()
 
 
 @pytest.mark.parametrize(("directory", "why"), [("notes", "it is a file"), ("/proc/runs", "No such file")])
-def test_directory_that_cannot_be_written_gives_one_message(directory: str, why: str) -> None:
+def test_directory_that_cannot_be_written_gives_one_message(directory, why):
     Path("notes").write_text("")
     code, output = new("quickstart", directory)
     assert code == 1
@@ -99,7 +99,7 @@ def test_directory_that_cannot_be_written_gives_one_message(directory: str, why:
     assert "name another directory" in output
 
 
-def test_version_is_printed_without_loading_any_of_the_packages() -> None:
+def test_version_is_printed_without_loading_any_of_the_packages():
     code = "import sys\ntry:\n    from unstable_lite.cli.app import main; main()\nfinally:\n    print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
     *lines, modules = done.stdout.splitlines()
@@ -111,7 +111,7 @@ def test_version_is_printed_without_loading_any_of_the_packages() -> None:
     assert "CUDA" in torch
 
 
-def test_version_names_the_commit_of_the_clone_and_of_no_repository_around_it(tmp_path: Path) -> None:
+def test_version_names_the_commit_of_the_clone_and_of_no_repository_around_it(tmp_path):
     """An environment often lies within the user's repository, whose commit would mislead."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     who = ("-c", "user.name=a", "-c", "user.email=a@example.com")

@@ -101,7 +101,7 @@ def text_of(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def test_notebook_is_kept_without_outputs() -> None:
+def test_notebook_is_kept_without_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -126,7 +126,7 @@ def executed(place: Place) -> Any:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_cells_of_the_notebook_run_in_a_new_environment(executed: Any, place: Place) -> None:
+def test_cells_of_the_notebook_run_in_a_new_environment(executed, place):
     cells = {cell["id"]: cell for cell in executed.cells}
     (installed,) = place.python.parents[1].glob("lib/*/site-packages/unstable_lite/api.py")
     assert installed.is_file()
@@ -160,7 +160,7 @@ def report_output(notebook: Any) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-async def test_run_survives_an_interrupted_cell_and_ends_with_the_kernel(place: Place) -> None:
+async def test_run_survives_an_interrupted_cell_and_ends_with_the_kernel(place):
     others = {*place.folder.glob("outputs/*/*/live.json")}
     async with opened(place, LONG) as person:
         for name in ("install", "parameters", "build", "start"):

@@ -33,14 +33,14 @@ def read(path: Path) -> dict[Any, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_file_is_valid_by_its_schema(schema: str) -> None:
+def test_file_is_valid_by_its_schema(schema):
     command = [sys.executable, "-m", "uv", "tool", "run", "check-jsonschema", "--builtin-schema", schema]
     done = subprocess.run([*command, *SCHEMAS[schema]], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflow_reads_only_and_its_actions_have_a_version(path: Path) -> None:
+def test_workflow_reads_only_and_its_actions_have_a_version(path):
     workflow = read(path)
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
@@ -54,7 +54,7 @@ def test_workflow_reads_only_and_its_actions_have_a_version(path: Path) -> None:
                 assert os.access(ROOT / command, os.X_OK)
 
 
-def test_every_python_version_of_the_package_is_tested() -> None:
+def test_every_python_version_of_the_package_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"Python :: (3\.\d+)'", str(project["classifiers"]))
     assert len(named) > 1
@@ -63,7 +63,7 @@ def test_every_python_version_of_the_package_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("tag", "code"), [(f"v{unstable_lite.__version__}", 0), ("v999.0", 1)])
-def test_release_refuses_a_tag_that_is_not_the_version(tag: str, code: int) -> None:
+def test_release_refuses_a_tag_that_is_not_the_version(tag, code):
     steps = read(GITHUB / "workflows" / "release.yml")["jobs"]["build"]["steps"]
     (check,) = (step["run"] for step in steps if "tag" in step.get("name", ""))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -75,11 +75,11 @@ def test_release_refuses_a_tag_that_is_not_the_version(tag: str, code: int) -> N
     assert ("v999.0 is not v" in done.stdout) == bool(code)
 
 
-def test_citation_has_the_version_of_the_package() -> None:
+def test_citation_has_the_version_of_the_package():
     assert str(read(ROOT / "CITATION.cff")["version"]) == unstable_lite.__version__
 
 
-def test_bug_report_must_have_the_versions_and_the_check() -> None:
+def test_bug_report_must_have_the_versions_and_the_check():
     fields = [field for field in read(GITHUB / "ISSUE_TEMPLATE" / "bug.yml")["body"] if "validations" in field]
     needed = " ".join(field["attributes"]["label"] for field in fields if field["validations"]["required"])
     assert "unstable-lite --version" in needed and "unstable-lite check" in needed

@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 STUDIES = sorted((ROOT / "bench" / "results" / "studies").glob("*.json"))
 
 
-def test_every_row_of_a_study_is_published() -> None:
+def test_every_row_of_a_study_is_published():
     published = {row for path in STUDIES for row in path.with_suffix(".md").read_text(encoding="utf-8").splitlines()}
     tables = re.findall(r"^\| measure \|.*\n(?:\|.*\n)+", PAGE, re.MULTILINE)
     assert tables
@@ -21,7 +21,7 @@ def test_every_row_of_a_study_is_published() -> None:
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_published_study_is_whole_small_and_on_the_page(path: Path) -> None:
+def test_every_published_study_is_whole_small_and_on_the_page(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     runs = {(run["arm"], run["seed"]) for run in content["runs"]}
     study = content["study"]

@@ -59,12 +59,12 @@ def seen(site: Path) -> dict[Path, Seen]:
     return {path: Seen(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 
-def test_every_page_of_docs_is_in_the_navigation(site: Path, seen: dict[Path, Seen]) -> None:
+def test_every_page_of_docs_is_in_the_navigation(site, seen):
     expected = {f"{name.removesuffix('.md')}.html" for name in PAGES}
     assert expected <= seen[site / "contents.html"].in_nav
 
 
-def test_every_link_and_picture_of_the_site_has_a_target(site: Path, seen: dict[Path, Seen]) -> None:
+def test_every_link_and_picture_of_the_site_has_a_target(site, seen):
     missing = []
     for page, page_seen in seen.items():
         if page.name == "404.html":  # its links begin at the root of the server
@@ -84,19 +84,19 @@ def test_every_link_and_picture_of_the_site_has_a_target(site: Path, seen: dict[
     assert "demo/report.html" in seen[site / "demo.html"].loaded
 
 
-def test_a_key_on_a_page_links_to_its_description(site: Path, seen: dict[Path, Seen]) -> None:
+def test_a_key_on_a_page_links_to_its_description(site, seen):
     assert "config.html#runeval_share" in seen[site / "migration.html"].links
     assert "config.html#trackerkeep_tokens" in seen[site / "evaluate.html"].links
     assert {"runeval_share", "trackerkeep_tokens", "templatesnamechat"} <= seen[site / "config.html"].ids
 
 
-def test_pages_load_nothing_from_other_servers(seen: dict[Path, Seen]) -> None:
+def test_pages_load_nothing_from_other_servers(seen):
     loaded = {link for page in seen.values() for link in page.loaded}
     assert loaded
     assert [link for link in loaded if urlsplit(link).netloc] == []
 
 
-def test_api_reference_has_every_public_name(site: Path, seen: dict[Path, Seen]) -> None:
+def test_api_reference_has_every_public_name(site, seen):
     assert {f"unstable_lite.{name}" for name in unstable_lite.__all__} <= seen[site / "api" / "python.html"].ids
 
 
@@ -115,7 +115,7 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.mark.browser
 @pytest.mark.nightly
-def test_search_finds_a_key_and_the_page_asks_no_other_server(address: str, chromium: str) -> None:
+def test_search_finds_a_key_and_the_page_asks_no_other_server(address, chromium):
     asked: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -22,11 +22,11 @@ WITH_EXTRAS = BASE + [Requirement(line) for extra in ("cpu", "test") for line in
 
 
 @pytest.mark.parametrize("requirement", WITH_EXTRAS, ids=str)
-def test_tested_version_of_each_dependency_is_within_its_bounds(requirement: Requirement) -> None:
+def test_tested_version_of_each_dependency_is_within_its_bounds(requirement):
     assert TESTED[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 @pytest.mark.parametrize("requirement", BASE, ids=str)
-def test_dependency_has_a_lower_and_an_upper_bound(requirement: Requirement) -> None:
+def test_dependency_has_a_lower_and_an_upper_bound(requirement):
     operators = {specifier.operator for specifier in requirement.specifier}
     assert operators in ({">=", "<"}, {"=="})

@@ -13,8 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[1]))  # if it is a script
 
 from fakes import numpy_learner
@@ -69,7 +67,7 @@ def walks(directory: Path) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def test_turn_and_adapter_pass_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_and_adapter_pass_few_files(tmp_path, monkeypatch):
     numpy_learner.use(monkeypatch)
     found = walks(tmp_path)
     of_walk = {

@@ -43,6 +43,6 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_answer_is_where_the_question_says(question: str) -> None:
+def test_answer_is_where_the_question_says(question):
     path, landmark = ANSWERS[question]
     assert landmark in (PACKAGE / path).read_text(encoding="utf-8")

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_restored_part_continues_as_the_original(name: str) -> None:
+async def test_restored_part_continues_as_the_original(name):
     make, use = CASES[name]
 
     async def used(part: Any, steps: range) -> list[str]:

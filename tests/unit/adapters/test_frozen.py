@@ -39,7 +39,7 @@ def found(word: str) -> str:
     return find_adapter(f"run:{word}").path.name
 
 
-def test_names_of_frozen_players_differ_from_others_and_have_their_own_copies() -> None:
+def test_names_of_frozen_players_differ_from_others_and_have_their_own_copies():
     assert all(map(is_frozen, ("base", "adapter:x", "run:x/best", "adapter:Capital")))
     assert not any(map(is_frozen, ("scripted:random", "my_module:MyPlayer", "vendor/model:free", "./base")))
     names = ["run:a/b/best", "run:a-b/best", "adapter:a/b/best", "run:a/b/newest", f"run:{'x' * 300}/best"]
@@ -48,7 +48,7 @@ def test_names_of_frozen_players_differ_from_others_and_have_their_own_copies() 
     assert all(len(one) < 80 and "/" not in one for one in slugs)
 
 
-def test_newest_is_the_highest_number_and_kept_adapters_count(tmp_path: Path) -> None:
+def test_newest_is_the_highest_number_and_kept_adapters_count(tmp_path):
     run = write_run(tmp_path, (2, 10), [])
     assert (found(f"{run}/newest"), found(f"{run}/ckpt-2")) == ("ckpt-10", "ckpt-2")
     write_adapter(run / "adapters" / "ckpt-11", small(11))
@@ -78,18 +78,18 @@ BOTH, GREEDY = [line(2, 0, 0.5), line(2, 1, 0.5)], NIM | {"temperature": 0.0, "e
         ),
     ],
 )
-def test_best_checkpoint_has_the_highest_mean(tmp_path: Path, lines: list[Any], eval_envs: tuple[Any, ...]) -> None:
+def test_best_checkpoint_has_the_highest_mean(tmp_path, lines, eval_envs):
     assert found(f"{write_run(tmp_path, (1, 2, 3), lines, *eval_envs)}/best") == "ckpt-2"
 
 
 @pytest.mark.parametrize("env", [NIM | {"temperature": "x"}, {"env_id": "Nim-v0-train"}, {}, 3])
-def test_damaged_config_of_a_run_is_named(tmp_path: Path, env: Any) -> None:
+def test_damaged_config_of_a_run_is_named(tmp_path, env):
     with pytest.raises(ConfigError, match=r"config\.toml is not the config of a run"):
         found(f"{write_run(tmp_path, (1,), [line(1, 0, 0.6)], env)}/best")
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "7", "{}", '{"model": 1}', '{"model": "ckpt-1", "points": "x"}'])
-def test_evaluation_that_no_run_writes_is_named(tmp_path: Path, text: str) -> None:
+def test_evaluation_that_no_run_writes_is_named(tmp_path, text):
     run = write_run(tmp_path, (1,), [line(1, 0, 0.6)])
     with (run / "eval.jsonl").open("a") as file:
         file.write(f"{text}\n")
@@ -111,7 +111,7 @@ def test_evaluation_that_no_run_writes_is_named(tmp_path: Path, text: str) -> No
         ("run:best", "write run:DIRECTORY/ckpt-N"),
     ],
 )
-def test_name_that_stands_for_no_adapter_is_refused(tmp_path: Path, name: str, says: str) -> None:
+def test_name_that_stands_for_no_adapter_is_refused(tmp_path, name, says):
     (tmp_path / "empty").mkdir()
     (tmp_path / "none" / "checkpoints").mkdir(parents=True)
     write_run(tmp_path / "run", (1, 2), [])
@@ -120,7 +120,7 @@ def test_name_that_stands_for_no_adapter_is_refused(tmp_path: Path, name: str, s
     assert str(tmp_path) in str(caught.value) or name == "run:best"
 
 
-def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: Path) -> None:
+def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path):
     run, copies = write_run(tmp_path / "run", (1,), []), tmp_path / "opponents"
     name = f"run:{run}/newest"
     kept = keep_copy(name, copies)
@@ -134,7 +134,7 @@ def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: P
     assert json.loads((kept.path / "opponent.json").read_text())["source"].endswith("ckpt-1")
 
 
-def test_unfinished_copy_is_made_again_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+def test_unfinished_copy_is_made_again_and_a_damaged_one_is_an_error(tmp_path):
     adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
     name = f"adapter:{adapter}"
     (copies / f".{slug(name)}.unfinished").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_unfinished_copy_is_made_again_and_a_damaged_one_is_an_error(tmp_path: P
         keep_copy(f"adapter:{adapter}", copies)
 
 
-def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path, monkeypatch):
     name, copies = f"adapter:{write_adapter(tmp_path / 'a', small())}", tmp_path / "run" / "opponents"
     synced: list[str] = []
     fsync = os.fsync
@@ -167,7 +167,7 @@ def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path: Path, monkeypat
     assert (synced[0], synced[-1]) == (str(tmp_path / "run"), str(copies))
 
 
-def test_copy_for_which_the_disk_has_no_room_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_for_which_the_disk_has_no_room_is_removed(tmp_path, monkeypatch):
     name, copies = f"adapter:{write_adapter(tmp_path / 'a', small())}", tmp_path / "opponents"
     copies.mkdir()
     fsync = os.fsync
@@ -183,7 +183,7 @@ def test_copy_for_which_the_disk_has_no_room_is_removed(tmp_path: Path, monkeypa
     assert list(copies.iterdir()) == []
 
 
-def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path, monkeypatch):
     adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
 
     def find_and_remove(*names: Any) -> Any:

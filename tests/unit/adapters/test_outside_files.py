@@ -54,7 +54,7 @@ def entry(start: int = 0, stop: int = 8, shape: Any = (2,), dtype: Any = "F32", 
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop], **more}
 
 
-def test_adapter_written_by_peft_is_accepted(tmp_path: Path) -> None:
+def test_adapter_written_by_peft_is_accepted(tmp_path):
     import peft
 
     written = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
@@ -95,7 +95,7 @@ def test_adapter_written_by_peft_is_accepted(tmp_path: Path) -> None:
         ({"padding": "x" * (1 << 20)}, "large"),
     ],
 )
-def test_adapter_config_other_than_plain_lora_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+def test_adapter_config_other_than_plain_lora_is_refused(tmp_path, config, says):
     with pytest.raises(AdapterError, match=says):
         check_adapter(adapter(tmp_path, **config))
 
@@ -111,7 +111,7 @@ def test_adapter_config_other_than_plain_lora_is_refused(tmp_path: Path, config:
         ({name: array.astype(np.int32) for name, array in PAIR.items()}, "of type I32"),
     ],
 )
-def test_tensors_that_are_not_pairs_of_a_target_are_refused(tmp_path: Path, arrays: dict[str, Any], says: str) -> None:
+def test_tensors_that_are_not_pairs_of_a_target_are_refused(tmp_path, arrays, says):
     with pytest.raises(AdapterError, match=says):
         check_adapter(adapter(tmp_path, arrays))
 
@@ -137,14 +137,12 @@ def test_tensors_that_are_not_pairs_of_a_target_are_refused(tmp_path: Path, arra
         (b"\xff\xfe", b"", "intact safetensors"),
     ],
 )
-def test_inconsistent_safetensors_file_is_refused_before_mapping(
-    tmp_path: Path, header: Any, data: bytes, says: str
-) -> None:
+def test_inconsistent_safetensors_file_is_refused_before_mapping(tmp_path, header, data, says):
     with pytest.raises(AdapterError, match=says):
         read_header(file_of(tmp_path / "x.safetensors", header, data))
 
 
-def test_header_with_a_wrong_length_and_a_path_without_a_file_are_refused(tmp_path: Path) -> None:
+def test_header_with_a_wrong_length_and_a_path_without_a_file_are_refused(tmp_path):
     for header_bytes in (0, 1, 100, 1 << 25, (1 << 64) - 1):
         with pytest.raises(AdapterError, match="intact safetensors"):
             read_header(file_of(tmp_path / "x.safetensors", {}, b"", header_bytes))
@@ -193,7 +191,7 @@ def parsed(**sections: Any) -> Config:
 
 
 @pytest.mark.parametrize("key", ["initial_lora_path", "initial_critic_path"])
-def test_run_that_would_start_from_pickles_is_refused_with_advice(evil: Path, tmp_path: Path, key: str) -> None:
+def test_run_that_would_start_from_pickles_is_refused_with_advice(evil, tmp_path, key):
     config = parsed(algorithm="a2c", lora={key: evil}, engine={"kind": "scripted"})
     with pytest.raises(ConfigError, match=ADVICE):
         raise ConfigError(*find_problems(config))
@@ -208,7 +206,7 @@ def test_run_that_would_start_from_pickles_is_refused_with_advice(evil: Path, tm
         ({"use_rslora": True}, "use_rslora is True, not False"),
     ],
 )
-def test_initial_adapter_of_another_base_or_scale_is_refused(tmp_path: Path, stored: dict[str, Any], says: str) -> None:
+def test_initial_adapter_of_another_base_or_scale_is_refused(tmp_path, stored, says):
     lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     config = parsed(model_name="organisation/model", lora=lora)
     assert not [*adapter_problems("lora.initial_lora_path", adapter(tmp_path / "good"), config)]
@@ -217,7 +215,7 @@ def test_initial_adapter_of_another_base_or_scale_is_refused(tmp_path: Path, sto
 
 
 @pytest.mark.parametrize("targets", [{"target_modules": None}, {"target_modules": "all-linear"}, {}])
-def test_missing_target_modules_are_listed_in_the_error(tmp_path: Path, targets: dict[str, Any]) -> None:
+def test_missing_target_modules_are_listed_in_the_error(tmp_path, targets):
     directory = adapter(tmp_path)
     plain = {key: value for key, value in PLAIN.items() if key != "target_modules"}
     (directory / CONFIG).write_text(json.dumps(plain | targets))
@@ -226,7 +224,7 @@ def test_missing_target_modules_are_listed_in_the_error(tmp_path: Path, targets:
     assert problem.endswith('["q_proj"]')
 
 
-def test_learners_engines_and_evaluations_open_no_pickle(evil: Path, tmp_path: Path) -> None:
+def test_learners_engines_and_evaluations_open_no_pickle(evil, tmp_path):
     import torch
 
     from unstable_lite.engines.embedded import stock_model
@@ -252,7 +250,7 @@ def test_learners_engines_and_evaluations_open_no_pickle(evil: Path, tmp_path: P
     assert not (tmp_path / "it ran").exists()
 
 
-def test_digest_covers_names_types_shapes_weights_and_scale(tmp_path: Path) -> None:
+def test_digest_covers_names_types_shapes_weights_and_scale(tmp_path):
     a, b = Q_PROJ.format("A"), Q_PROJ.format("B")
     known = adapter_digest(adapter(tmp_path / "known"))
     (tmp_path / "known" / CONFIG).write_text(json.dumps(PLAIN | {"task_type": "CAUSAL_LM"}, indent=4))
@@ -281,7 +279,7 @@ def test_digest_covers_names_types_shapes_weights_and_scale(tmp_path: Path) -> N
         digest_of(PLAIN, b"nothing")
 
 
-def test_learner_and_engine_compute_the_same_digest(tmp_path: Path) -> None:
+def test_learner_and_engine_compute_the_same_digest(tmp_path):
     import torch
 
     from unstable_lite.engines.lora import read_adapter
@@ -292,7 +290,7 @@ def test_learner_and_engine_compute_the_same_digest(tmp_path: Path) -> None:
     assert of_learner == read_adapter(tmp_path / "v1", 32)[2] == adapter_digest(tmp_path / "v1")
 
 
-def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path: Path) -> None:
+def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path):
     from unstable_lite.engines.lora import read_adapter
 
     name = Q_PROJ.format("B")
@@ -305,7 +303,7 @@ def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("where", ["engine", "tokenizer", "learner"])
-def test_code_in_a_model_runs_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_code_in_a_model_runs_only_on_request(tmp_path, monkeypatch, where):
     import torch
 
     from unstable_lite.engines.embedded import stock_model
@@ -344,7 +342,7 @@ def whole_checkpoint(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/dev/zero", "/etc/passwd", "a/../../outside"])
-def test_manifest_may_name_only_files_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+def test_manifest_may_name_only_files_of_its_checkpoint(tmp_path, name):
     (tmp_path / "outside").write_text("")
     path = whole_checkpoint(tmp_path / "ckpt-1")
     assert find_damage(path) is None
@@ -362,9 +360,7 @@ def test_manifest_may_name_only_files_of_its_checkpoint(tmp_path: Path, name: st
     ],
     ids=["no checksum of the league", "a link to itself", "a pipe, which would block"],
 )
-def test_checkpoint_with_a_replaced_file_is_damaged(
-    tmp_path: Path, file: str, replace: Callable[[Path], object]
-) -> None:
+def test_checkpoint_with_a_replaced_file_is_damaged(tmp_path, file, replace):
     path = whole_checkpoint(tmp_path / "ckpt-1")
     (path / file).unlink()
     replace(path / file)

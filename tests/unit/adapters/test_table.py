@@ -139,7 +139,7 @@ class AdapterLives(RuleBasedStateMachine):
 TestAdapterLives = AdapterLives.TestCase
 
 
-def test_base_needs_no_entry() -> None:
+def test_base_needs_no_entry():
     table = AdapterTable(1)
     with table.leased(0):
         table.pin(0)
@@ -148,7 +148,7 @@ def test_base_needs_no_entry() -> None:
     assert table.origin(0) == BASE_ORIGIN
 
 
-def test_misuse_is_named() -> None:
+def test_misuse_is_named():
     table = AdapterTable(1)
     table.add(1, Origin("update", "1"), "digest")
     with pytest.raises(AssertionError, match="adapter 1 exists"):

@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,7 +73,7 @@ def gradient_of(plain: Any, items: list[TrainItem], rows: list[int], advantages:
     return torch.cat(parts) * len(rows) / len(items)
 
 
-def test_metrics_agree_with_the_formula_in_float64(make_config: Make, items: list[TrainItem]) -> None:
+def test_metrics_agree_with_the_formula_in_float64(make_config, items):
     """Unrolled: the gradient of each game, and the textbook covariance."""
     learner, plain = load(make_config, baseline="batch"), load(make_config, "reinforce")
     for one in (learner, plain):
@@ -99,7 +98,7 @@ def test_metrics_agree_with_the_formula_in_float64(make_config: Make, items: lis
     assert metrics["relative_variance_shared"] == pytest.approx(1.0)
 
 
-def test_baselines_are_those_of_the_package(make_config: Make, items: list[TrainItem]) -> None:
+def test_baselines_are_those_of_the_package(make_config, items):
     advantages = load(make_config).advantages(items)
     assert advantages["own"] == [item.reward for item in items]
     assert advantages["none"] == [item.context.final_reward for item in items if item.context]
@@ -116,9 +115,7 @@ def test_baselines_are_those_of_the_package(make_config: Make, items: list[Train
     assert advantages["role"][-1] == advantages["role"][0], "two steps of one player's game"
 
 
-def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
-    make_config: Make, items: list[TrainItem], tmp_path: Path
-) -> None:
+def test_measuring_leaves_the_update_as_it_is_bit_for_bit(make_config, items, tmp_path):
     """The adapter has dropout, which draws random numbers in every pass of the update."""
     results: dict[str, list[dict[str, float]]] = {}
     for name in ("reinforce", MEASURED):
@@ -136,12 +133,12 @@ def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"baseline": "rol"}, {"baseline": "group", "group": "grpo"}])
-def test_wrong_options_are_refused(make_config: Make, options: dict[str, Any]) -> None:
+def test_wrong_options_are_refused(make_config, options):
     with pytest.raises(ConfigError, match="must be"):
         load(make_config, **options)
 
 
-def test_shuffled_rewards_are_independent_of_the_game_and_keep_each_seats_distribution() -> None:
+def test_shuffled_rewards_are_independent_of_the_game_and_keep_each_seats_distribution():
     shuffled, draw = ShuffledRewards(), random.Random(1)
     games = [(draw.choice((0, 1)), draw.random() < 0.75) for _ in range(20_000)]
     given = [shuffled(2.0 * won - 1.0 if seat == 0 else -5.0 - won, seat, "env") for seat, won in games]
@@ -154,7 +151,7 @@ def test_shuffled_rewards_are_independent_of_the_game_and_keep_each_seats_distri
     assert apart[1:] == [(1.0, 2.0)] * 49, "envs are shuffled apart"
 
 
-def test_restored_rewards_continue_with_the_same_draws() -> None:
+def test_restored_rewards_continue_with_the_same_draws():
     whole, first = ShuffledRewards(), ShuffledRewards()
     rewards = [float(number) for number in range(40)]
     expected = [whole(reward, 0, "env") for reward in rewards]

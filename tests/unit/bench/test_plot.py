@@ -12,12 +12,12 @@ PAPERS = re.findall(r"\.paper{fill:(#\w+)}", STYLE.replace("#fff}", "#ffffff}"))
 
 @pytest.mark.parametrize("paper", PAPERS)
 @pytest.mark.parametrize("colour", COLOURS)
-def test_marks_stand_out_from_the_paper(colour: str, paper: str) -> None:
+def test_marks_stand_out_from_the_paper(colour, paper):
     assert len(PAPERS) == 2
     assert contrast(mixed(of_hex(colour), 0.85, of_hex(paper)), of_hex(paper)) >= 3
 
 
-def test_each_line_has_a_shape_of_its_own_in_plot_and_legend() -> None:
+def test_each_line_has_a_shape_of_its_own_in_plot_and_legend():
     names = [f"arm {number}" for number in range(7)]
     svg = to_svg(
         [Chart(title="", x_label="x", y_label="y", lines={name: [(1.0, 2.0)] for name in names}, marks="dots")]

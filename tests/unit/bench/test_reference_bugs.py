@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -93,9 +92,7 @@ def item_of(step: Step) -> TrainItem:
     return replace(ids, reward=step.reward, token_weights=step.token_weights)
 
 
-def test_wrong_prompt_trains_answers_after_the_bare_observation(
-    make_learner: MakeLearner, make_items: MakeItems, model_path: Path
-) -> None:
+def test_wrong_prompt_trains_answers_after_the_bare_observation(make_learner, make_items, model_path):
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_path)
     context = msgspec.structs.replace(CONTEXT, env_id="Nim-v0-train")
     shown, bare = list[TrainItem](), list[TrainItem]()
@@ -113,7 +110,7 @@ def test_wrong_prompt_trains_answers_after_the_bare_observation(
     assert not is_close(right, wrong) and not is_close(wrong, formula(right_learner, shown, is_corrected=False))
 
 
-def test_without_stop_token_an_answer_is_trained_as_if_cut_before_it(make_learner: MakeLearner) -> None:
+def test_without_stop_token_an_answer_is_trained_as_if_cut_before_it(make_learner):
     learner = make_learner("a2c")
     (right,), (wrong,) = stored(make_trajectory(1)), stored(make_trajectory(1), NoStopToken())
     assert right.token_weights is None and wrong.token_weights is not None
@@ -125,9 +122,7 @@ def test_without_stop_token_an_answer_is_trained_as_if_cut_before_it(make_learne
     assert not is_close(gradient(learner, [whole]), gradient(learner, [item_of(wrong)]))
 
 
-def test_bfloat16_adapter_rounds_weights_and_moments_and_loses_small_steps(
-    make_learner: MakeLearner, make_items: MakeItems
-) -> None:
+def test_bfloat16_adapter_rounds_weights_and_moments_and_loses_small_steps(make_learner, make_items):
     small = {"learning_rate": 1e-6}
     for learner in (make_learner("a2c", learner=small), patched(make_learner, "Bfloat16Adapter", learner=small)):
         before, is_patched = parameters(learner), isinstance(learner, Bfloat16Adapter)
@@ -140,9 +135,7 @@ def test_bfloat16_adapter_rounds_weights_and_moments_and_loses_small_steps(
         assert is_lost.float().mean() > 0.9 if is_patched else not is_lost.any()
 
 
-def test_uncorrected_sampling_trains_at_temperature_one_with_weight_one(
-    make_learner: MakeLearner, make_items: MakeItems
-) -> None:
+def test_uncorrected_sampling_trains_at_temperature_one_with_weight_one(make_learner, make_items):
     items = make_items(5)
     wrong_learner, right_learner = patched(make_learner, "UncorrectedSampling"), make_learner("a2c")
     scores = wrong_learner.policy.item_logprobs(items)
@@ -153,7 +146,7 @@ def test_uncorrected_sampling_trains_at_temperature_one_with_weight_one(
     assert all(map(torch.equal, scores, wrong_learner.policy.item_logprobs(items))), "canaries must see the true policy"
 
 
-def test_with_the_reward_at_every_turn_a_return_counts_the_turns_left() -> None:
+def test_with_the_reward_at_every_turn_a_return_counts_the_turns_left():
     returns = {}
     for name, transforms in (("right", ()), ("wrong", (RewardAtEveryTurn(),))):
         items = [item_of(step) for step in stored(make_trajectory(3, reward=-0.5), *transforms)]
@@ -161,7 +154,7 @@ def test_with_the_reward_at_every_turn_a_return_counts_the_turns_left() -> None:
     assert returns == {"right": [-0.5, -0.5, -0.5], "wrong": [-1.5, -1.0, -0.5]}
 
 
-def test_every_arm_of_the_study_differs_from_the_first_by_its_bug() -> None:
+def test_every_arm_of_the_study_differs_from_the_first_by_its_bug():
     checked = read_study(STUDY)
     correct, *others = (as_stored(checked.configs[arm.name]) for arm in checked.study.arms)
     assert correct["algorithm"] == "a2c"

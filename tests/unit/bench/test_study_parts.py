@@ -87,7 +87,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {**STUDY, **changes}
 
 
-def test_overrides_replace_keys_of_sections_and_whole_values() -> None:
+def test_overrides_replace_keys_of_sections_and_whole_values():
     base = {"run": {"seed": 1, "name": "a"}, "league": {"s": {"mirror": 1, "lagged": 1}}, "train_envs": [1, 2]}
     own = {"run": {"name": "b"}, "league": {"s": {"fixed": 1}}, "train_envs": [3], "algorithm": "ppo"}
     assert merged(base, {"run": {"name": "c"}}, own) == {
@@ -99,7 +99,7 @@ def test_overrides_replace_keys_of_sections_and_whole_values() -> None:
     assert base["run"] == {"seed": 1, "name": "a"}
 
 
-def test_arms_become_checked_configs_with_shared_overrides(tmp_path: Path) -> None:
+def test_arms_become_checked_configs_with_shared_overrides(tmp_path):
     (tmp_path / "base.toml").write_text(to_toml({**BASE, "run": BASE["run"] | {"seed": 9, "name": "mine"}}))
     checked = read(tmp_path, changed(base="base.toml", overrides={"run": {"learning_steps": 7}}))
     assert [config.run.learning_steps for config in checked.configs.values()] == [7, 7]
@@ -135,14 +135,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_study_file_is_refused_with_file_and_key(tmp_path: Path, case: str) -> None:
+def test_bad_study_file_is_refused_with_file_and_key(tmp_path, case):
     study, message = BAD[case]
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, study)
     assert message in str(caught.value) and all(str(tmp_path / "study.toml") in line for line in caught.value.problems)
 
 
-def test_measures_take_what_they_say() -> None:
+def test_measures_take_what_they_say():
     curve = [(0, 9.0), (2, 1.0), (4, 5.0), (6, 2.0), (8, 3.0)]
     taken = {
         (take, of): value_of(Measure(metric="x", take=take, of=of), curve)  # type: ignore[arg-type]
@@ -162,13 +162,13 @@ def test_measures_take_what_they_say() -> None:
     assert value_of(Measure(metric="x"), [(0, 9.0)]) is None
 
 
-def test_interquartile_mean_leaves_out_the_extremes() -> None:
+def test_interquartile_mean_leaves_out_the_extremes():
     assert interquartile_mean([100.0, 0.0, 10.0, 20.0, 40.0]) == pytest.approx(70 / 3)
     assert interquartile_mean([1.0, 2.0, 3.0, 50.0]) == 2.5
     assert interquartile_mean([1.0, 4.0]) == 2.5
 
 
-def test_intervals_are_those_of_all_resamples() -> None:
+def test_intervals_are_those_of_all_resamples():
     values = [0.31, 0.02, 0.47, 0.11, 0.23]
     every = np.array([interquartile_mean(sample) for sample in itertools.product(values, repeat=5)])
     found = interval(values)
@@ -179,7 +179,7 @@ def test_intervals_are_those_of_all_resamples() -> None:
     assert interval([1.0]) is None and interval([]) is None
 
 
-def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path: Path) -> None:
+def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path):
     study = read(tmp_path).study
     points = {"one": {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 1.0}, "two & more": {1: 0.4, 2: 0.3, 3: 0.9, 5: 0.9, 7: 5.0}}
     records = [
@@ -199,7 +199,7 @@ def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path: Path) -
     assert [(row["n"], row["mean"], row["interval"]) for row in unknown] == [(0, None, None)] * 2
 
 
-def test_record_has_measures_curves_and_versions_of_its_run(tmp_path: Path) -> None:
+def test_record_has_measures_curves_and_versions_of_its_run(tmp_path):
     checked, results = read(tmp_path), Results()
     run = make_run(checked, 1, 3, tmp_path, points=0.75)
     record = record_run(checked, checked.study.arms[1], 3, run, results)
@@ -218,7 +218,7 @@ def test_record_has_measures_curves_and_versions_of_its_run(tmp_path: Path) -> N
     assert remarks(checked, [record, record | {"commit": "def"}]) == ["The runs are of several commits: abc, def"]
 
 
-def test_results_survive_their_file(tmp_path: Path) -> None:
+def test_results_survive_their_file(tmp_path):
     checked, path = read(tmp_path), tmp_path / "deep" / "tiny.json"
     results = make_results(checked, tmp_path)
     written = json.loads(json.dumps(write_results(path, checked, results)))
@@ -229,7 +229,7 @@ def test_results_survive_their_file(tmp_path: Path) -> None:
     assert read_results(tmp_path / "none.json", "tiny").runs == {}
 
 
-def test_results_of_other_content_are_refused(tmp_path: Path) -> None:
+def test_results_of_other_content_are_refused(tmp_path):
     checked, path = read(tmp_path), tmp_path / "tiny.json"
     write_results(path, checked, Results())
     with pytest.raises(UnstableError, match="results of study 'tiny'"):
@@ -242,7 +242,7 @@ def test_results_of_other_content_are_refused(tmp_path: Path) -> None:
             read_results(path, "tiny")
 
 
-def test_run_of_another_config_is_named_and_left_out(tmp_path: Path) -> None:
+def test_run_of_another_config_is_named_and_left_out(tmp_path):
     results = make_results(read(tmp_path), tmp_path)
     arms = [STUDY["arms"][0], {"name": "two & more", "overrides": {"learner": {"learning_rate": 1e-3}}}]
     now = read(tmp_path, changed(arms=arms))
@@ -260,7 +260,7 @@ def cells(page: str, table: str) -> list[list[str]]:
     ]
 
 
-def test_page_and_table_show_the_numbers_of_the_file(tmp_path: Path) -> None:
+def test_page_and_table_show_the_numbers_of_the_file(tmp_path):
     checked, path = read(tmp_path), tmp_path / "tiny.json"
     write_results(path, checked, make_results(checked, tmp_path))
     content = json.loads(path.read_text())
@@ -287,7 +287,7 @@ def test_page_and_table_show_the_numbers_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_seeds", [0, 1, 4, 5])
-def test_every_output_of_few_seeds_says_that_it_supports_no_claim(tmp_path: Path, num_seeds: int) -> None:
+def test_every_output_of_few_seeds_says_that_it_supports_no_claim(tmp_path, num_seeds):
     checked = read(tmp_path)
     results = make_results(checked, tmp_path, tuple(range(1, num_seeds + 1)))
     content = write_results(tmp_path / "tiny.json", checked, results)

@@ -32,7 +32,7 @@ FEW_SLOTS: dict[str, Any] = {
 }
 
 
-def test_two_slots_stop_no_long_game_if_turns_use_the_newest_adapter() -> None:
+def test_two_slots_stop_no_long_game_if_turns_use_the_newest_adapter():
     by_game, by_turn = (predict(config_of(policy, **FEW_SLOTS), LENGTHS) for policy in ("game", "turn"))
     assert by_turn.games > 4 * by_game.games
     assert by_turn.adapters == 2 < by_game.adapters
@@ -51,7 +51,7 @@ def test_two_slots_stop_no_long_game_if_turns_use_the_newest_adapter() -> None:
         },
     ],
 )
-def test_slots_limit_games_if_opponents_or_evaluations_hold_them(sections: dict[str, Any]) -> None:
+def test_slots_limit_games_if_opponents_or_evaluations_hold_them(sections):
     sections = {**FEW_SLOTS, **sections}
     by_game, by_turn = (in_flight(config_of(policy, **sections), LENGTHS) for policy in ("game", "turn"))
     assert by_turn.limit == by_game.limit
@@ -59,7 +59,7 @@ def test_slots_limit_games_if_opponents_or_evaluations_hold_them(sections: dict[
     assert any("evaluation games and games against checkpoints will need" in text for text in warnings)
 
 
-def test_one_turn_games_are_limited_by_slots_in_either_way() -> None:
+def test_one_turn_games_are_limited_by_slots_in_either_way():
     lengths = {ENV["env_id"]: [1] * 64}
     pace = predict(config_of("turn", **FEW_SLOTS), lengths)
     assert pace.games == 100, "as many as the learner waits for"

@@ -53,7 +53,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_minimal_config_has_the_defaults_of_the_reference() -> None:
+def test_minimal_config_has_the_defaults_of_the_reference():
     config = Config.model_validate({"train_envs": [ENV]})
     assert (config.learner.batch_size, config.learner.learning_rate, config.learner.gradient_clipping) == (
         384,
@@ -82,9 +82,7 @@ def names_of(transformations: Any) -> list[str]:
         ("json:Mine", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
     ],
 )
-def test_open_keys_are_set_by_the_algorithm_and_shown(
-    algorithm: str, kind: str, final: list[str], sampling: list[str]
-) -> None:
+def test_open_keys_are_set_by_the_algorithm_and_shown(algorithm, kind, final, sampling):
     group = {"group_size": 4} if algorithm in ("grpo", "rloo") else {}
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm, "run": group}))
     rewards = plan.config.rewards
@@ -109,7 +107,7 @@ def test_open_keys_are_set_by_the_algorithm_and_shown(
         ("fixed-size", None),
     ],
 )
-def test_option_that_names_an_opponent_by_no_uid_is_refused(opponent: str, hint: str | None, monkeypatch: Any) -> None:
+def test_option_that_names_an_opponent_by_no_uid_is_refused(opponent, hint, monkeypatch):
     monkeypatch.setitem(STEP, "Bonus", lambda against, bonus=1.0: lambda player_traj, step_index, reward: reward)
     raw = {
         "train_envs": [{**ENV, "num_actors": 1, "fixed_opponents": ["scripted:optimal"]}],
@@ -121,7 +119,7 @@ def test_option_that_names_an_opponent_by_no_uid_is_refused(opponent: str, hint:
     assert find_problems(Config.model_validate(raw)) == expected
 
 
-def test_critic_with_a_game_changing_baseline_gets_a_warning() -> None:
+def test_critic_with_a_game_changing_baseline_gets_a_warning():
     """tests/integration/learning/test_optima.py shows what a critic learns with a role average and a discount."""
     final = {"final_reward_transformation": ["WinDrawLossFormatter", "RoleAdvantageFormatter"]}
     sampling = {"sampling_reward_transformation": [{"name": "NormalizeRewards", "z_score": True}]}
@@ -140,7 +138,7 @@ def test_critic_with_a_game_changing_baseline_gets_a_warning() -> None:
     assert warnings("reinforce", 0.9, final | sampling) == []
 
 
-def test_step_rewards_follow_the_algorithm_unless_they_are_given() -> None:
+def test_step_rewards_follow_the_algorithm_unless_they_are_given():
     for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
         plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm}))
         steps = [entry.model_dump() for entry in plan.config.rewards.step_reward_transformation or ()]
@@ -151,14 +149,14 @@ def test_step_rewards_follow_the_algorithm_unless_they_are_given() -> None:
     assert plan.config.rewards.step_reward_transformation == ()
 
 
-def test_none_values_are_left_out_of_nested_tables() -> None:
+def test_none_values_are_left_out_of_nested_tables():
     transforms = ["RewardForFormat", {"name": "mine:Transform", "bound": None, "inner": {"x": None, "y": 1}}]
     config = Config.model_validate({"train_envs": [ENV], "rewards": {"step_reward_transformation": transforms}})
     again = tomllib.loads(to_toml(config.model_dump(mode="json")))["rewards"]["step_reward_transformation"]
     assert again == ["RewardForFormat", {"name": "mine:Transform", "inner": {"y": 1}}]
 
 
-def test_partial_alarm_section_keeps_the_other_defaults() -> None:
+def test_partial_alarm_section_keeps_the_other_defaults():
     given = {"entropy": {"action": "stop"}, "staleness": {"threshold": 3}}
     alarms = Config.model_validate({"train_envs": [ENV], "alarms": given}).alarms
     default = Config.model_validate({"train_envs": [ENV]}).alarms
@@ -167,7 +165,7 @@ def test_partial_alarm_section_keeps_the_other_defaults() -> None:
     assert alarms.mismatch == default.mismatch
 
 
-def test_every_mistake_of_form_and_meaning_is_reported_at_once(tmp_path: Path) -> None:
+def test_every_mistake_of_form_and_meaning_is_reported_at_once(tmp_path):
     mistakes = {
         'model_nam = "x"': "'model_nam'; did you mean 'model_name'?",
         'run.learning_steps = "many"': "run.learning_steps = 'many'",
@@ -183,7 +181,7 @@ def test_every_mistake_of_form_and_meaning_is_reported_at_once(tmp_path: Path) -
     assert all(str(path) in problem for problem in caught.value.problems)
 
 
-def test_build_reports_problems_of_form_and_of_meaning_together() -> None:
+def test_build_reports_problems_of_form_and_of_meaning_together():
     envs = [TrainEnvSpec(env_id="Nimm-v0-train", num_players=2, num_actors=2)]
     with pytest.raises(ConfigError) as caught:
         build(model_name="builtin:tiny", train_envs=envs, lr=3.0)  # type: ignore[arg-type]
@@ -191,9 +189,7 @@ def test_build_reports_problems_of_form_and_of_meaning_together() -> None:
     assert "did you mean 'Nim-v0-train'" in str(caught.value)
 
 
-def test_former_keys_of_a_recorded_config_are_ignored_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_former_keys_of_a_recorded_config_are_ignored_with_one_line(tmp_path, caplog):
     table = {"run": {"loop_stall_s": 9.0}, "alarms": {"entropy": {"updates": 3}, "decline": {"updates": 1}}}
     table["branching"] = {"share": 0.5}
     path = tmp_path / "config.toml"
@@ -207,7 +203,7 @@ def test_former_keys_of_a_recorded_config_are_ignored_with_one_line(
     assert line.endswith("these keys no longer exist and are ignored: run.loop_stall_s, branching, alarms.*.updates")
 
 
-def test_removed_keys_are_really_gone() -> None:
+def test_removed_keys_are_really_gone():
     keys = {
         f"{name}.{key}"
         for name, info in Config.model_fields.items()
@@ -217,17 +213,17 @@ def test_removed_keys_are_really_gone() -> None:
     assert not keys & REMOVED.keys()
 
 
-def test_wandb_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python then finds no such package
     assert any("wandb is not installed; pip install" in one for one in problems_of(tracker={"wandb_project": "p"}))
 
 
 @pytest.mark.parametrize("section", [{"lora": {"lora_dropout": 0.1}}, {"engine": {"temperature": 1e-6}}])
-def test_workers_without_training_may_have_dropout_and_any_temperature(section: dict[str, Any]) -> None:
+def test_workers_without_training_may_have_dropout_and_any_temperature(section):
     assert find_worker_problems(Config.model_validate({"train_envs": [ENV], **section})) == []
 
 
-def test_paths_become_absolute_and_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_become_absolute_and_may_start_with_a_tilde(monkeypatch):
     lora = LoraConfig.model_validate({"initial_lora_path": "warm_start", "initial_critic_path": "/a/critic"})
     assert lora.initial_lora_path == Path.cwd() / "warm_start"
     assert lora.initial_critic_path == Path("/a/critic")
@@ -245,7 +241,7 @@ def test_paths_become_absolute_and_may_start_with_a_tilde(monkeypatch: pytest.Mo
     assert len(problems) == 1 and "run.output_dir" in problems[0]
 
 
-def test_no_number_of_a_config_may_be_infinite() -> None:
+def test_no_number_of_a_config_may_be_infinite():
     """The test covers every section; the free-form values of `league` and `rewards` are checked later."""
     sections = {name: info.default for name, info in Config.model_fields.items() if isinstance(info.default, Section)}
     keys = [
@@ -261,7 +257,7 @@ def test_no_number_of_a_config_may_be_infinite() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fixed", {"fixed": 0.5, "mirror": 0.5}])
-def test_duplicate_group_has_no_other_baseline(strategy: object) -> None:
+def test_duplicate_group_has_no_other_baseline(strategy):
     sections = DUPLICATE | {"league": {**DUPLICATE["league"], "opponent_sampling_strategy": strategy}}
     assert problems_of(**sections) == []
     plan = make_plan(Config.model_validate(sections))
@@ -269,7 +265,7 @@ def test_duplicate_group_has_no_other_baseline(strategy: object) -> None:
     assert "final: none" in dict(plan.describe())["rewards"] and "sampling: none" in dict(plan.describe())["rewards"]
 
 
-def test_malformed_or_missing_file_gives_one_clear_message(tmp_path: Path) -> None:
+def test_malformed_or_missing_file_gives_one_clear_message(tmp_path):
     for text, says in (("model_name = ", "not TOML"), ("\x00", "not TOML"), ("", "'train_envs'")):
         with pytest.raises(ConfigError, match=says):
             load_plan(written(tmp_path, text))
@@ -278,7 +274,7 @@ def test_malformed_or_missing_file_gives_one_clear_message(tmp_path: Path) -> No
             load_plan(path)
 
 
-def test_overrides_change_any_key_and_keep_their_types(tmp_path: Path) -> None:
+def test_overrides_change_any_key_and_keep_their_types(tmp_path):
     text = "algorithm = 'ppo'\n[[train_envs]]\nenv_id = 'Nim-v0-train'\nnum_players = 2\nnum_actors = 2\n"
     path = tmp_path / "config.toml"
     path.write_text(text, encoding="utf-8-sig")  # with a byte order mark
@@ -297,13 +293,13 @@ def test_overrides_change_any_key_and_keep_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["batch_size", "=3", "train_envs.env_id=x", "model_name.x=1"])
-def test_override_of_an_unknown_key_is_refused(tmp_path: Path, override: str) -> None:
+def test_override_of_an_unknown_key_is_refused(tmp_path, override):
     path = written(tmp_path, 'model_name = "x"\n[[train_envs]]\nenv_id = "x"\n')
     with pytest.raises(ConfigError, match="override"):
         read_config(path, (override,))
 
 
-def test_plan_describes_devices_and_memory() -> None:
+def test_plan_describes_devices_and_memory():
     plan = make_plan(
         Config.model_validate({"train_envs": [ENV], "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]}})
     )
@@ -326,7 +322,7 @@ def test_plan_describes_devices_and_memory() -> None:
         ({"schedule": "sync"}, "about 8.0 training; about 40 requests to endpoints"),
     ],
 )
-def test_check_predicts_games_and_endpoint_requests(run: dict[str, Any], expected: str) -> None:
+def test_check_predicts_games_and_endpoint_requests(run, expected):
     env = {"env_id": "Nim-v0-train", "num_players": 2}
     config = Config.model_validate(
         {
@@ -356,9 +352,7 @@ def test_check_predicts_games_and_endpoint_requests(run: dict[str, Any], expecte
         ("lagged", 1, 10, 8, 10),
     ],
 )
-def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(
-    strategy: str, num_actors: int, max_loras: int | None, active: int, needed: int
-) -> None:
+def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(strategy, num_actors, max_loras, active, needed):
     plan = make_plan(
         Config.model_validate(
             {
@@ -387,16 +381,14 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(
         ("mirror", 2, "mirror (not used"),
     ],
 )
-def test_only_opponents_that_may_be_drawn_are_listed(
-    strategy: str | dict[str, Any], num_actors: int, says: str
-) -> None:
+def test_only_opponents_that_may_be_drawn_are_listed(strategy, num_actors, says):
     league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
     sections = {"train_envs": [{**ENV, "num_actors": num_actors}], "engine": {"max_loras": 16}}
     shown = make_plan(Config.model_validate({**sections, "league": league})).opponents()
     assert shown == says or (num_actors == 2 and "not used" in shown)
 
 
-def test_chat_template_requires_a_tokenizer_that_has_one(tmp_path: Path) -> None:
+def test_chat_template_requires_a_tokenizer_that_has_one(tmp_path):
     chat = [{**ENV, "prompt_template": "chat"}]
     assert problems_of(train_envs=chat) == []
     assert any("no tokenizer" in p for p in problems_of(train_envs=chat, engine={"kind": "scripted"}))
@@ -407,7 +399,7 @@ def test_chat_template_requires_a_tokenizer_that_has_one(tmp_path: Path) -> None
     assert any("no chat template" in p for p in problems_of(train_envs=chat, model_name=str(tmp_path)))
 
 
-def test_eval_env_inherits_from_the_training_env_of_the_same_id() -> None:
+def test_eval_env_inherits_from_the_training_env_of_the_same_id():
     played = {"prompt_template": "tiny", "max_turns": 30, "observation": "first-last", "error_allowance": 2}
     train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, **played}
     left_open = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}

@@ -39,7 +39,7 @@ def widened(module: str) -> Arrays:
     return {name: np.concatenate([array, array]) if ".lora_B." in name else array for name, array in arrays.items()}
 
 
-def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path: Path) -> None:
+def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path):
     name = fitting_adapter(tmp_path / "a")
     evaluated = {key: NIM[key] for key in ("env_id", "num_players")} | {"fixed_opponent": "base"}
     config = config_with(["base", name], eval_envs=[evaluated])
@@ -72,7 +72,7 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path: Pat
         ),
     ],
 )
-def test_unfit_frozen_player_is_refused(tmp_path: Path, make: Any, says: str) -> None:
+def test_unfit_frozen_player_is_refused(tmp_path, make, says):
 
     name = make(tmp_path)
     (problem,) = find_problems(config_with([name]))
@@ -82,7 +82,7 @@ def test_unfit_frozen_player_is_refused(tmp_path: Path, make: Any, says: str) ->
     assert find_problems(config_with(["base"], **evaluated)) == [problem]
 
 
-def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(tmp_path: Path) -> None:
+def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(tmp_path):
     name = fitting_adapter(tmp_path / "a", rank=2)
     assert find_problems(config_with([name])) == []
     (problem,) = find_problems(config_with([name], lora={"target_modules": ["q_proj"]}))
@@ -93,18 +93,18 @@ def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(t
 
 
 @pytest.mark.parametrize("module", ["q_proj", "v_proj", "gate_proj"])
-def test_sizes_that_depend_on_the_architecture_are_left_to_engines_and_learner(tmp_path: Path, module: str) -> None:
+def test_sizes_that_depend_on_the_architecture_are_left_to_engines_and_learner(tmp_path, module):
     name = f"adapter:{write_adapter(tmp_path / 'a', widened(module), base=TINY)}"
     assert find_problems(config_with([name])) == []
 
 
-def test_adapter_of_another_hub_model_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_another_hub_model_is_refused(tmp_path):
     name = f"adapter:{write_adapter(tmp_path / 'a', small(), base='org/other')}"
     (problem,) = [p for p in find_problems(config_with([name], model_name="org/mine")) if "org/other" in p]
     assert "model_name is org/mine" in problem
 
 
-def test_more_frozen_players_than_slots_are_refused(tmp_path: Path) -> None:
+def test_more_frozen_players_than_slots_are_refused(tmp_path):
     names = [fitting_adapter(tmp_path / str(seed), seed) for seed in range(3)]
     assert adapter_slots_needed(config_with(["base", *names])) == 5
     (problem,) = find_problems(config_with(["base", *names], engine={"max_loras": 4}))
@@ -112,7 +112,7 @@ def test_more_frozen_players_than_slots_are_refused(tmp_path: Path) -> None:
     assert find_problems(config_with(["base", *names], engine={"max_loras": 5})) == []
 
 
-def test_each_env_has_its_own_fixed_opponents() -> None:
+def test_each_env_has_its_own_fixed_opponents():
     own = TICTACTOE | {"fixed_opponents": ["adapter:b", "scripted:greedy"]}
     config = config_with(["adapter:a", "base"], train_envs=[NIM, own])
     assert frozen_adapters(config) == ["adapter:a", "adapter:b"]
@@ -123,7 +123,7 @@ def test_each_env_has_its_own_fixed_opponents() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mirror", "lagged", "uniform", {"mirror": 0.5, "uniform": 0.5}])
-def test_fixed_opponents_of_an_env_that_the_strategy_never_draws_are_refused(strategy: Any) -> None:
+def test_fixed_opponents_of_an_env_that_the_strategy_never_draws_are_refused(strategy):
     own = NIM | {"fixed_opponents": ["scripted:random"]}
     config = config_with([], train_envs=[own, TICTACTOE])
     (problem,) = check_league(of_strategy(config, strategy))
@@ -140,7 +140,7 @@ def of_strategy(config: Config, strategy: Any) -> Config:
     )
 
 
-def test_config_of_a_run_stands_for_its_copies(tmp_path: Path) -> None:
+def test_config_of_a_run_stands_for_its_copies(tmp_path):
     name = fitting_adapter(tmp_path / "a")
     run = tmp_path / "run"
     copy = keep_copy(name, run / COPIES)

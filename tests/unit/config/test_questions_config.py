@@ -47,7 +47,7 @@ def config_of(tmp_path: Path, *paths: Path, **run: Any) -> Config:
     )
 
 
-def test_path_becomes_absolute_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_becomes_absolute_and_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     assert canonical_env_id("questions:sets/a b.jsonl") == f"questions:{tmp_path}/sets/a b.jsonl"
@@ -57,14 +57,14 @@ def test_path_becomes_absolute_and_stays(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("text", ["questions:", "questions:a.json", "questions:.jsonl", "questions:a\n.jsonl",
                                   "questions:a\0.jsonl", "questions:~absent-user/a.jsonl"])  # fmt: skip
-def test_id_without_a_path_is_refused(text: str) -> None:
+def test_id_without_a_path_is_refused(text):
     _, problems = parse_config(
         {"train_envs": [NIM | {"num_actors": 1}], "eval_envs": [{"env_id": text, "num_players": 1}]}
     )
     assert problems[0].startswith("eval_envs.0.env_id") and ("write" in problems[0] or "Write" in problems[0])
 
 
-def test_names_of_files_tags_and_runs_have_no_directory(tmp_path: Path) -> None:
+def test_names_of_files_tags_and_runs_have_no_directory(tmp_path):
     assert slug("questions:/home/me/AIME 2024.jsonl") == "questions-AIME-2024"
     assert with_slugs("evaluation-questions:/a b/c.jsonl (none, greedy)/n") == "evaluation-questions-c (none, greedy)/n"
     assert with_slugs("collection-questions:/a/b.jsonl/reward") == "collection-questions-b/reward"
@@ -84,12 +84,12 @@ def test_names_of_files_tags_and_runs_have_no_directory(tmp_path: Path) -> None:
     assert default_run_name(config) == "unstable-lite-builtin-tiny-questions-set"
 
 
-def test_files_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_files_of_one_name_are_refused(tmp_path):
     config = config_of(tmp_path, write(tmp_path / "a" / "set.jsonl"), write(tmp_path / "b" / "set.jsonl"))
     assert any("questions-set; rename" in problem for problem in find_engine_problems(config))
 
 
-def test_check_names_a_bad_file_and_reward_scale(tmp_path: Path) -> None:
+def test_check_names_a_bad_file_and_reward_scale(tmp_path):
     config = config_of(tmp_path, tmp_path / "absent.jsonl")
     (problem,) = find_problems(config)
     assert problem.startswith("eval_envs.0: env_id") and "absent.jsonl cannot be read" in problem
@@ -101,13 +101,13 @@ def test_check_names_a_bad_file_and_reward_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("games", "says"), [(2, "2 games of an evaluation ask the first 2"), (7, "7 games of an evaluation ask all")]
 )
-def test_check_says_how_many_questions_an_evaluation_asks(tmp_path: Path, games: int, says: str) -> None:
+def test_check_says_how_many_questions_an_evaluation_asks(tmp_path, games, says):
     path = write(tmp_path / "set.jsonl")
     rows = dict(make_plan(config_of(tmp_path, path, eval_games=games)).describe())
     assert rows["questions"] == f"3 in {path}; {says}"
 
 
-def test_evaluations_of_a_run_ask_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_evaluations_of_a_run_ask_in_the_order_of_the_file(tmp_path):
     config = config_of(tmp_path, write(tmp_path / "set.jsonl"))
     registry = ModelRegistry()
     registry.add_policy("ckpt-1", 1, 1)
@@ -124,7 +124,7 @@ def test_evaluations_of_a_run_ask_in_the_order_of_the_file(tmp_path: Path) -> No
     assert [question(None) for _ in range(4)] == ["0?", "1?", "2?", "0?"]  # while training
 
 
-def test_offline_evaluation_asks_in_order_and_a_changed_file_is_another_cell(tmp_path: Path) -> None:
+def test_offline_evaluation_asks_in_order_and_a_changed_file_is_another_cell(tmp_path):
     path = write(tmp_path / "set.jsonl")
     env = EvalEnvSpec(env_id=f"questions:{path}", num_players=1)
     cell = Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=env)
@@ -138,7 +138,7 @@ def test_offline_evaluation_asks_in_order_and_a_changed_file_is_another_cell(tmp
     assert cell.key != key
 
 
-def test_eval_takes_a_path_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_takes_a_path_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "2024.jsonl")
     (tmp_path / "nim.toml").write_text(
@@ -157,7 +157,7 @@ def test_eval_takes_a_path_on_the_command_line(tmp_path: Path, monkeypatch: pyte
         planned("questions:2024.jsonl:2")
 
 
-def test_questions_in_another_persons_run_need_no_trust(tmp_path: Path) -> None:
+def test_questions_in_another_persons_run_need_no_trust(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "config.toml").write_text(
@@ -170,7 +170,7 @@ def test_questions_in_another_persons_run_need_no_trust(tmp_path: Path) -> None:
         run_config(theirs)
 
 
-def test_probes_leave_questions_out(tmp_path: Path) -> None:
+def test_probes_leave_questions_out(tmp_path):
     path = write(tmp_path / "set.jsonl")
     envs = (EvalEnvSpec(env_id=f"questions:{path}", num_players=1), EvalEnvSpec.model_validate(NIM))
     cells = [Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=env) for env in envs]
@@ -196,7 +196,7 @@ SPIEL_NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
         ("my_module:Nim-v0", "my_module:Nim-v0"),
     ],
 )
-def test_each_game_has_one_spelling(written: str, canonical: str) -> None:
+def test_each_game_has_one_spelling(written, canonical):
     assert canonical_env_id(written) == canonical
     assert EvalEnvSpec(env_id=written, num_players=2).env_id == canonical
 
@@ -215,7 +215,7 @@ def test_each_game_has_one_spelling(written: str, canonical: str) -> None:
         ("openspiel:misere(game=kuhn_poker())", "'game=kuhn_poker()' is not a parameter"),
     ],
 )
-def test_id_that_cannot_be_parsed_says_why(written: str, says: str) -> None:
+def test_id_that_cannot_be_parsed_says_why(written, says):
     with pytest.raises(ValueError, match="openspiel") as caught:
         canonical_env_id(written)
     assert says in str(caught.value)

@@ -64,7 +64,7 @@ def names_after_all_but_train() -> dict[str, Any]:
     return names
 
 
-def test_every_line_of_the_script_works_without_rays_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_of_the_script_works_without_rays_words(monkeypatch):
     monkeypatch.setenv("OPENROUTER_API_KEY", "none")
     names, messages = dict(GIVEN), {}
     for line in lines()[:-1]:
@@ -83,7 +83,7 @@ def test_every_line_of_the_script_works_without_rays_words(monkeypatch: pytest.M
     assert config.league.fixed_opponents == ("google/gemini-2.0-flash-lite-001",)
 
 
-def test_every_line_with_rays_words_names_the_line_to_write() -> None:
+def test_every_line_with_rays_words_names_the_line_to_write():
     after = names_after_all_but_train()
     of_ray = {ast.unparse(line): run(line, dict(after)) for line in lines() if ".remote(" in ast.unparse(line)}
     assert len(of_ray) == 11
@@ -94,7 +94,7 @@ def test_every_line_with_rays_words_names_the_line_to_write() -> None:
     assert "add_fixed(name='google/gemini-2.0-flash-lite-001')" in str(of_ray)
 
 
-def test_script_that_still_starts_ray_is_refused_at_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_that_still_starts_ray_is_refused_at_its_first_part(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     unstable.Tracker(run_name="test")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
@@ -103,12 +103,12 @@ def test_script_that_still_starts_ray_is_refused_at_its_first_part(monkeypatch: 
 
 
 @pytest.mark.parametrize("sampler", [unstable.samplers.BaseModelSampler, unstable.samplers.FixedOpponentModelSampler])
-def test_samplers_take_the_registry_as_the_script_gives_it(sampler: Any) -> None:
+def test_samplers_take_the_registry_as_the_script_gives_it(sampler):
     registry = unstable.ModelRegistry()
     assert sampler(model_registry=registry).registry is registry
 
 
-def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch):
     monkeypatch.setenv("OPENROUTER_API_KEY", "none")
     names = names_after_all_but_train()
     buffer = unstable.EpisodeBuffer(max_buffer_size=64, tracker=names["tracker"])
@@ -140,7 +140,7 @@ def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch: pytest.Mo
         (lambda: unstable.EvalEnvSpec("E", 2, "x", fixed_opponent="base"), "'x', fixed_opponent='base'"),
     ],
 )
-def test_wrong_call_of_the_script_is_refused_with_the_reason(make: Any, message: str) -> None:
+def test_wrong_call_of_the_script_is_refused_with_the_reason(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -148,6 +148,6 @@ def test_wrong_call_of_the_script_is_refused_with_the_reason(make: Any, message:
 @pytest.mark.parametrize(
     "part", ["ModelRegistry", "StepBuffer", "EpisodeBuffer", "GameScheduler", "Tracker", "Collector"]
 )
-def test_unknown_keyword_is_refused_as_ever(part: str) -> None:
+def test_unknown_keyword_is_refused_as_ever(part):
     with pytest.raises(TypeError, match="trackr"):
         getattr(unstable, part)(trackr=None)

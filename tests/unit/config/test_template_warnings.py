@@ -1,7 +1,6 @@
 """Prompts that a model may not understand are a warning of `check` and of the start of a run."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from unstable_lite.planning.plan import make_plan
         ("llama-instruct-zs", "<|start_header_id|>, <|end_header_id|>, <|eot_id|>"),
     ],
 )
-def test_check_warns_of_markup_without_a_token_of_the_model(template: str, unknown: str | None) -> None:
+def test_check_warns_of_markup_without_a_token_of_the_model(template, unknown):
     rows = make_plan(chat_config(template, {})).describe()
     warnings = [text for name, text in rows if name == "warning" and text.startswith("prompt_template")]
     assert len(warnings) == (unknown is not None)
@@ -35,7 +34,7 @@ def test_check_warns_of_markup_without_a_token_of_the_model(template: str, unkno
     )
 
 
-def test_stop_string_without_a_token_is_warned_of(tmp_path: Path) -> None:
+def test_stop_string_without_a_token_is_warned_of(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}, 7]}))
     config = chat_config("mine", {"stop": ["<|im_end|>", "Observation:"]}, model_name=str(tmp_path))
@@ -56,9 +55,7 @@ def test_stop_string_without_a_token_is_warned_of(tmp_path: Path) -> None:
         (CHATML + ASKED + "{# reasoning [THINK] #}", None, False),
     ],
 )
-def test_unknown_tags_of_a_thought_are_warned_of(
-    tmp_path: Path, chat_template: str, think: list[str] | None, is_warned: bool
-) -> None:
+def test_unknown_tags_of_a_thought_are_warned_of(tmp_path, chat_template, think, is_warned):
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template)
     (tmp_path / "config.json").write_text("{}")
     config = chat_config("mine", {"think": think} if think else {}, model_name=path)
@@ -78,7 +75,7 @@ def test_unknown_tags_of_a_thought_are_warned_of(
         ("26 Jul 2024", False),
     ],
 )
-def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str, is_dated: bool) -> None:
+def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path, date, is_dated):
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=date + CHATML + ASKED)
     config = chat_config("mine", {"chat": True}, model_name=path)
     prompts = Tokenizer(path).prompts(chats_in_use(config))
@@ -96,16 +93,14 @@ def test_layout_with_a_date_is_warned_of_at_the_start(tmp_path: Path, date: str,
         ("chat-no-think", "{% if thinking %}<think>{% else %}</think>{% endif %}", False),
     ],
 )
-def test_thought_that_cannot_be_turned_off_is_warned_of(
-    tmp_path: Path, name: str, switch: str, is_warned: bool
-) -> None:
+def test_thought_that_cannot_be_turned_off_is_warned_of(tmp_path, name, switch, is_warned):
     asked = ASKED.replace("assistant\n", "assistant\n" + switch)
     config = chat_config(name, model_name=make_odd_tokenizer(tmp_path, special=TURNS, chat_template=CHATML + asked))
     warnings = [*prompt_warnings(config, Tokenizer(config.model_name).prompts(chats_in_use(config)))]
     assert ["opens <think> although thinking = false" in text for text in warnings] == [True] * is_warned
 
 
-def test_engine_without_a_tokenizer_gives_no_warning() -> None:
+def test_engine_without_a_tokenizer_gives_no_warning():
     assert not [*prompt_warnings(chat_config("gemma3-zs"), {"end_of_thinking": [1]})]
 
 
@@ -122,7 +117,7 @@ def thoughtful(template: str) -> Any:
 
 
 @pytest.mark.parametrize("template", ["tiny", "qwen3", "closed", "own-chat", "chat-no-think"])
-def test_template_that_does_not_open_thinking_is_warned_of(template: str) -> None:
+def test_template_that_does_not_open_thinking_is_warned_of(template):
     (warning,) = thinking_warnings(thoughtful(template))
     assert warning.startswith(f"engine.thinking_tokens = 8: prompt_template {template!r} does not open <think>")
     assert template != "tiny" or ("warning", warning) in make_plan(thoughtful(template)).describe()
@@ -132,7 +127,7 @@ def test_template_that_does_not_open_thinking_is_warned_of(template: str) -> Non
 
 
 @pytest.mark.parametrize(("text", "warnings"), [("{{ messages }}<think>", 0), ("{{ messages }}", 1)])
-def test_chat_template_of_a_model_that_does_not_think_is_warned_of(tmp_path: Path, text: str, warnings: int) -> None:
+def test_chat_template_of_a_model_that_does_not_think_is_warned_of(tmp_path, text, warnings):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
     config = thoughtful("chat").model_copy(update={"model_name": str(tmp_path)})

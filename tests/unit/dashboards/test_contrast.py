@@ -66,17 +66,15 @@ PAIRS: list[tuple[str, str, str, float]] = [
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize(("mark", "background", "under", "least"), PAIRS)
-def test_text_and_marks_stand_out_from_their_background(
-    mark: str, background: str, under: str, least: float, theme: str
-) -> None:
+def test_text_and_marks_stand_out_from_their_background(mark, background, under, least, theme):
     assert contrast(paint(mark, theme), paint(background, theme, under)) >= least
 
 
-def test_counts_in_the_matrix_have_the_colour_of_their_cell() -> None:
+def test_counts_in_the_matrix_have_the_colour_of_their_cell():
     assert ".matrix td small { color: inherit; }" in CSS
     assert f"Math.round({TOKEN} * strength)" in (Path(report.__file__).parent / "page.js").read_text("utf-8")
 
 
-def test_no_rule_names_a_colour_of_its_own() -> None:
+def test_no_rule_names_a_colour_of_its_own():
     rules = CSS[CSS.index("[data-theme") :]
     assert not re.findall(r"#[0-9a-f]{3,8}\b|\brgba?\(|: (?:red|yellow|orange|white|black)\b", rules)

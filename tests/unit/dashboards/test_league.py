@@ -36,7 +36,7 @@ def drawn(league: League, width: int = 100, height: int = 20) -> list[str]:
     return [line.plain for line in ladder_lines(league, width, height, has_results=True)]
 
 
-def test_long_run_is_shown_by_the_players_that_matter() -> None:
+def test_long_run_is_shown_by_the_players_that_matter():
     uids = [f"ckpt-{update}" for update in range(1, 61)]
     ladder = standings(*uids, RANDOM, "base", OPTIMAL, current="ckpt-60")
     ladder[20] = ladder[20]._replace(mu=35.0)  # ckpt-21
@@ -60,14 +60,14 @@ def test_long_run_is_shown_by_the_players_that_matter() -> None:
         (9, ["ckpt-3", "ckpt-2", "ckpt-1", "base", RANDOM]),
     ],
 )
-def test_most_important_players_stay_in_little_room(room: int, shown: list[str]) -> None:
+def test_most_important_players_stay_in_little_room(room, shown):
     ladder = standings("ckpt-3", "ckpt-2", "ckpt-1", "base", RANDOM, current="ckpt-3")
     ladder[1] = ladder[1]._replace(mu=30.0)
     games = Counter(dict.fromkeys(["ckpt-3", "ckpt-2", "ckpt-1", "base", RANDOM], 10))
     assert [standing.uid for standing in choose(ladder, games, room)] == shown
 
 
-def test_many_fixed_opponents_leave_half_of_the_room_to_checkpoints() -> None:
+def test_many_fixed_opponents_leave_half_of_the_room_to_checkpoints():
     fixed = [f"fixed-gemini-{n}" for n in range(20)]
     own = [f"ckpt-{n}" for n in range(1, 21)]
     games = Counter({uid: n + 1 for n, uid in enumerate([*own, *fixed])})
@@ -79,7 +79,7 @@ def test_many_fixed_opponents_leave_half_of_the_room_to_checkpoints() -> None:
     assert len(few) == 11
 
 
-def test_strongest_checkpoint_has_a_known_rating_and_was_not_added_by_hand() -> None:
+def test_strongest_checkpoint_has_a_known_rating_and_was_not_added_by_hand():
     ladder = [
         Standing(OPTIMAL, 50.0, 1.0, 9),
         Standing("ckpt-3", 31.0, 8.0, 1),
@@ -95,7 +95,7 @@ def test_strongest_checkpoint_has_a_known_rating_and_was_not_added_by_hand() -> 
     assert find_strongest(ladder, Counter({"rival": 9})) is None
 
 
-def test_results_are_read_from_both_sides() -> None:
+def test_results_are_read_from_both_sides():
     results = Results()
     results.set("b", "a", Result(5, won=3, drawn=1, lost=1))
     results.set("a", "b", Result(6, won=1, drawn=1, lost=4))  # in place of the first
@@ -106,7 +106,7 @@ def test_results_are_read_from_both_sides() -> None:
     assert Result(6, 4, 1, 1).points == 4.5 / 6
 
 
-def test_only_models_that_met_another_and_the_current_policy_are_rated() -> None:
+def test_only_models_that_met_another_and_the_current_policy_are_rated():
     league = League()
     models = {uid: [25.0, 1.0, 50, True, uid == "ckpt-2"] for uid in ("base", "ckpt-1", "ckpt-2", RANDOM)}
     league.add(models, [["ckpt-1", "ckpt-1", 50, 0, 0, 0], ["base", RANDOM, 9, 4, 0, 5]])
@@ -116,7 +116,7 @@ def test_only_models_that_met_another_and_the_current_policy_are_rated() -> None
 THREE = (("ckpt-60", RANDOM, 90, 0, 10), ("ckpt-60", "base", 3, 2, 1), ("base", OPTIMAL, 0, 1, 49))
 
 
-def test_cells_have_points_and_games_and_models_stand_by_their_lower_bound() -> None:
+def test_cells_have_points_and_games_and_models_stand_by_their_lower_bound():
     head, *lines = drawn(league_of(*THREE))
     assert re.findall(r"vs \S+", head) == ["vs ckpt-60", "vs random", "vs base", "vs optimal"]
     assert [re.split(r" {2,}", line.strip()) for line in lines] == [
@@ -130,7 +130,7 @@ def test_cells_have_points_and_games_and_models_stand_by_their_lower_bound() -> 
     assert drawn(league)[-1].startswith("base")
 
 
-def test_result_that_was_not_recorded_is_not_invented_and_none_is_named() -> None:
+def test_result_that_was_not_recorded_is_not_invented_and_none_is_named():
     league = League()
     models = {uid: [25.0, 1.0, 9, True, False] for uid in ("base", RANDOM)}
     league.add(models, [["base", RANDOM, 9]])  # as earlier versions wrote it
@@ -139,7 +139,7 @@ def test_result_that_was_not_recorded_is_not_invented_and_none_is_named() -> Non
 
 
 @pytest.mark.parametrize("width", range(60, 140, 14))
-def test_ladder_has_no_past_checkpoints_and_leaves_out_columns_that_do_not_fit(width: int) -> None:
+def test_ladder_has_no_past_checkpoints_and_leaves_out_columns_that_do_not_fit(width):
     names = [RANDOM, OPTIMAL, "fixed-google/gemini-2.0-flash-lite-001", *(f"ckpt-{n}" for n in range(1, 60))]
     head, *lines = drawn(league_of(*(("ckpt-60", name, 5, 0, 5) for name in names)), width, 12)
     assert head.startswith("ladder 4 of 63 models")
@@ -149,7 +149,7 @@ def test_ladder_has_no_past_checkpoints_and_leaves_out_columns_that_do_not_fit(w
     assert len(drawn(league_of(*(("ckpt-60", name, 5, 0, 5) for name in names)), width, 3)) == 3
 
 
-def test_base_as_a_fixed_opponent_keeps_a_name_of_its_own() -> None:
+def test_base_as_a_fixed_opponent_keeps_a_name_of_its_own():
     assert [name_of(uid) for uid in ("base", "fixed-base", RANDOM, "ckpt-1")] == [
         "base",
         "fixed-base",

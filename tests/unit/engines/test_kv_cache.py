@@ -3,7 +3,6 @@
 import gc
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,14 +52,14 @@ def cache(request: pytest.FixtureRequest) -> KVCache:
     return KVCache(SHAPE, max_len=32, num_running=2, num_kept=request.param)
 
 
-def test_longest_common_prefix_is_reused(cache: KVCache) -> None:
+def test_longest_common_prefix_is_reused(cache):
     assert run(cache, "rules; move 1") == 0
     assert run(cache, "rules; move 1, 2") == len("rules; move 1")
     assert run(cache, "rules; pass") == len("rules; ")
     assert run(cache, "rules; pass") == len("rules; pass") - 1
 
 
-def test_versions_share_no_prefix_and_a_forgotten_one_serves_none(cache: KVCache) -> None:
+def test_versions_share_no_prefix_and_a_forgotten_one_serves_none(cache):
     run(cache, "same words", version=1)
     assert run(cache, "same words", version=2) == 0
     assert run(cache, "same words", version=0) == 0
@@ -71,7 +70,7 @@ def test_versions_share_no_prefix_and_a_forgotten_one_serves_none(cache: KVCache
     assert run(cache, "old words", version=2) == len("old words") - 1
 
 
-def test_kept_prefixes_outlive_requests_grow_and_leave_in_order_of_use() -> None:
+def test_kept_prefixes_outlive_requests_grow_and_leave_in_order_of_use():
     cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=6)
     games = [f"{game} of many games" for game in "abcde"]
     for game in games:
@@ -88,7 +87,7 @@ def test_kept_prefixes_outlive_requests_grow_and_leave_in_order_of_use() -> None
     assert run(cache, "turn 1, turn 2, turn 3") == len("turn 1, turn 2")
 
 
-def test_cleared_or_released_cache_serves_no_prefix(cache: KVCache) -> None:
+def test_cleared_or_released_cache_serves_no_prefix(cache):
     run(cache, "a game", version=1)
     run(cache, "a game", version=2)
     cache.clear()
@@ -103,7 +102,7 @@ def test_cleared_or_released_cache_serves_no_prefix(cache: KVCache) -> None:
     assert cache.find(tokens("a game"), 0).length == 0 and not cache.key_LSHTD.any()
 
 
-def test_running_prompt_promises_its_uncomputed_tokens(cache: KVCache) -> None:
+def test_running_prompt_promises_its_uncomputed_tokens(cache):
     slot = cache.take(tokens("twins"), 3, 0, 0)
     prefix = cache.find(tokens("twins and more"), 3)
     assert (prefix.length, prefix.promised) == (0, len("twins"))
@@ -111,7 +110,7 @@ def test_running_prompt_promises_its_uncomputed_tokens(cache: KVCache) -> None:
     assert cache.find(tokens("twins and more"), 3).length == len("twins")
 
 
-def test_random_requests_never_get_the_tokens_of_another() -> None:
+def test_random_requests_never_get_the_tokens_of_another():
     rng = np.random.default_rng(0)
     cache = KVCache(SHAPE, max_len=32, num_running=2, num_kept=5)
     for _ in range(300):
@@ -122,7 +121,7 @@ ULP = 2.0**-24
 
 
 @pytest.mark.parametrize(("uniform", "expected"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2 * ULP, 3), (1 - ULP, 3)])
-def test_zero_weight_token_is_never_drawn_despite_rounded_sums(uniform: float, expected: int) -> None:
+def test_zero_weight_token_is_never_drawn_despite_rounded_sums(uniform, expected):
     prob_BV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0]] * 2)
     sequential = prob_BV[0].cumsum(-1)
     parallel = torch.tensor([0.0, 0.5 - ULP / 2, 0.5, 1 - 3 * ULP, 1 - 2 * ULP, 1 - 3 * ULP, 1 - ULP, 1.0])
@@ -139,7 +138,7 @@ def drawn(seed: int | None, **spec: Any) -> list[list[int]]:
     return [generation.completion_ids.tolist() for generation in finish(engine)]
 
 
-def test_default_seed_changes_with_a_restart_and_an_explicit_one_does_not() -> None:
+def test_default_seed_changes_with_a_restart_and_an_explicit_one_does_not():
     first = drawn(None)
     assert drawn(None) == first != drawn(None, name="engine-1")
     again = drawn(None, is_restart=True)
@@ -148,7 +147,7 @@ def test_default_seed_changes_with_a_restart_and_an_explicit_one_does_not() -> N
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_each_group_of_rows_gets_its_own_terms(bias: bool) -> None:
+def test_each_group_of_rows_gets_its_own_terms(bias):
     torch.manual_seed(0)
     groups: list[Group] = []
     layer = LoraLinear(torch.nn.Linear(6, 5, bias=bias).requires_grad_(False), groups)
@@ -167,14 +166,14 @@ def test_each_group_of_rows_gets_its_own_terms(bias: bool) -> None:
     torch.testing.assert_close(layer(x), layer.base(x) + 0.5 * x @ a.T @ b.T)
 
 
-def test_layer_given_only_some_tokens_cannot_assign_adapters() -> None:
+def test_layer_given_only_some_tokens_cannot_assign_adapters():
     groups = [Group(0, 2, 3), Group(2, 5, 8)]
     layer = LoraLinear(torch.nn.Linear(6, 5), groups)
     with pytest.raises(ModelError, match="3 of 5 tokens"):
         layer(torch.randn(3, 6))
 
 
-def test_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: list[Path]) -> None:
+def test_unloaded_version_leaves_nothing_behind(model_dir, adapter_dirs):
     engine = TransformersEngine(
         engine_spec(model=str(model_dir), kind="transformers", max_model_len=128, dtype="bfloat16")
     )

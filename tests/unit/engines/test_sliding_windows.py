@@ -101,7 +101,7 @@ def policy(request: pytest.FixtureRequest, served_model: Path) -> Policy:
 
 
 @pytest.mark.parametrize("serve", SERVE)
-def test_engine_and_learner_agree_beyond_the_window(serve: Serve, served_model: Path, policy: Policy) -> None:
+def test_engine_and_learner_agree_beyond_the_window(serve, served_model, policy):
     settings = {"kind": "transformers", "dtype": "float32", "max_model_len": 128, "max_parallel_seq": 6}
     engine = TransformersEngine(engine_spec(model=str(served_model), device=policy.device.type, **settings))
     served = serve(engine)
@@ -114,7 +114,7 @@ def test_engine_and_learner_agree_beyond_the_window(serve: Serve, served_model: 
 SHAPE = CacheShape(num_layers=2, num_heads=1, key_width=4, value_width=4, dtype=torch.float32, device=CPU)
 
 
-def test_windowed_layers_read_no_keys_before_the_window_and_cost_nothing_until_it_is_full() -> None:
+def test_windowed_layers_read_no_keys_before_the_window_and_cost_nothing_until_it_is_full():
     attention = CachedAttention(KVCache(SHAPE, 64, 4, 0), [WINDOW, 64])
     attention.plan(np.array([0, 1]), np.array([1, 1]), np.array([40, 50]))
     ((bucket,), _) = attention._buckets
@@ -125,7 +125,7 @@ def test_windowed_layers_read_no_keys_before_the_window_and_cost_nothing_until_i
     assert bucket.keys[WINDOW] is bucket.keys[64]
 
 
-def test_plan_reads_nothing_back_from_the_device() -> None:
+def test_plan_reads_nothing_back_from_the_device():
     """Tensors on the device "meta" have no values, so that reading one is an error."""
     attention = CachedAttention(KVCache(replace(SHAPE, device=torch.device("meta")), 64, 4, 0), [WINDOW, 64])
     attention.plan(np.array([0, 3]), np.array([1, 40]), np.array([20, *range(40)]))
@@ -135,7 +135,7 @@ def test_plan_reads_nothing_back_from_the_device() -> None:
     assert len(tensors) == 8 and all(tensor.is_meta for tensor in tensors)
 
 
-def test_engine_turns_attention_by_cudnn_off() -> None:
+def test_engine_turns_attention_by_cudnn_off():
     torch.backends.cuda.enable_cudnn_sdp(True)
     TransformersEngine(engine_spec(kind="transformers", max_model_len=64))
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -43,7 +43,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), MODELS, ids=[name for name, *_ in MODELS])
-def test_stock_models_are_served_with_adapters(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_stock_models_are_served_with_adapters(name, fields, tmp_path):
     import peft
 
     path = make_model(tmp_path / "model", name, **fields)
@@ -90,9 +90,7 @@ MIXED = ["full_attention", "sliding_attention"]
         ("Gemma4Text", {"layer_types": MIXED[::-1], **GEMMA4}, "layer 1 has keys of another size"),
     ],
 )
-def test_check_refuses_a_model_in_the_words_of_the_engine(
-    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_check_refuses_a_model_in_the_words_of_the_engine(name, fields, reason, tmp_path):
     spec = engine_spec(model=str(make_model(tmp_path, name, **fields)), kind="transformers", **LENGTHS)
     with pytest.raises(ModelError, match=reason) as caught:
         TransformersEngine(spec)
@@ -104,7 +102,7 @@ def test_check_refuses_a_model_in_the_words_of_the_engine(
         make_engine_plan(spec.config)
 
 
-def test_chunks_as_long_as_the_context_are_served(tmp_path: Path) -> None:
+def test_chunks_as_long_as_the_context_are_served(tmp_path):
     path = make_model(tmp_path, "Llama4Text", attention_chunk_size=128, num_local_experts=2, intermediate_size_mlp=128)
     spec = engine_spec(model=str(path), kind="transformers", **LENGTHS)
     assert model_problems(spec.config) == []
@@ -118,15 +116,13 @@ def test_chunks_as_long_as_the_context_are_served(tmp_path: Path) -> None:
         ("Gemma3Text", {"use_bidirectional_attention": True, "layer_types": MIXED}, "layer 0 attends to other tokens"),
     ],
 )
-def test_model_whose_config_does_not_show_it_is_refused_by_the_engine(
-    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_model_whose_config_does_not_show_it_is_refused_by_the_engine(name, fields, reason, tmp_path):
     with pytest.raises(ModelError, match=reason) as caught:
         load(make_model(tmp_path, name, **fields))
     assert "engine.kind = 'vllm'" in str(caught.value)
 
 
-def test_chunks_are_not_taken_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_not_taken_for_windows(tmp_path, monkeypatch):
     monkeypatch.setattr(stock_model, "check_layers", lambda *_: None)
     with pytest.raises(ModelError, match="layer 0 attends to other tokens"):
         load(make_model(tmp_path, "Llama4Text", attention_chunk_size=64))
@@ -145,13 +141,13 @@ def test_chunks_are_not_taken_for_windows(tmp_path: Path, monkeypatch: pytest.Mo
         ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}, [128, 128]),
     ],
 )
-def test_windows_are_those_of_the_masks(name: str, fields: dict[str, Any], windows: list[int], tmp_path: Path) -> None:
+def test_windows_are_those_of_the_masks(name, fields, windows, tmp_path):
     engine = load(make_model(tmp_path, name, **fields))
     assert engine._attention._window_L == windows
     assert len(generate(engine, 0)) == 1
 
 
-def test_longrope_limits_the_sequence_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_longrope_limits_the_sequence_length(tmp_path, caplog):
     engine = load(make_model(tmp_path, "Llama", rope_parameters=LONGROPE), max_model_len=256)
     assert engine.info["max_model_len"] == 64
     assert "engine.max_model_len = 256" in caplog.text and "64" in caplog.text
@@ -161,7 +157,7 @@ def test_longrope_limits_the_sequence_length(tmp_path: Path, caplog: pytest.LogC
     assert len(generation.prompt_ids) + len(generation.completion_ids) < 64
 
 
-def test_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_directory_without_model_or_tokenizer_is_refused(tmp_path, model_dir):
     with pytest.raises(ModelError, match=r"config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
@@ -172,7 +168,7 @@ def test_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_d
         load(tmp_path)
 
 
-def test_template_whose_token_has_no_row_ends_the_start(tmp_path: Path) -> None:
+def test_template_whose_token_has_no_row_ends_the_start(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_model(tmp_path, vocab_size=258))
     tokenizer.add_special_tokens({"additional_special_tokens": ["Answer:"]})
     tokenizer.save_pretrained(tmp_path)
@@ -183,14 +179,14 @@ def test_template_whose_token_has_no_row_ends_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token_id", [288, -1])
-def test_token_without_a_row_fails_its_request_alone(token_id: int, model_dir: Path) -> None:
+def test_token_without_a_row_fails_its_request_alone(token_id, model_dir):
     engine = load(model_dir)
     with pytest.raises(RequestError, match=f"token id {token_id}; .* 288 rows"):
         engine.add_request(request(0, prompt_ids=np.array([5, token_id, 7], np.int32)))
     assert len(generate(engine, 0)) == 1
 
 
-def test_memory_for_one_sequence_serves_one_by_one_and_less_is_refused_with_sizes(model_dir: Path) -> None:
+def test_memory_for_one_sequence_serves_one_by_one_and_less_is_refused_with_sizes(model_dir):
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
     assert engine.info["parallel_seq"] == 1
     assert len(generate(engine, 0, 0, 0)) == 3
@@ -199,7 +195,7 @@ def test_memory_for_one_sequence_serves_one_by_one_and_less_is_refused_with_size
 
 
 @pytest.mark.parametrize(("kv_cache_gb", "fewest"), [(0.0011, 1), (0.01, 8), (0.05, 40)])
-def test_cache_takes_no_more_memory_than_configured(model_dir: Path, kv_cache_gb: float, fewest: int) -> None:
+def test_cache_takes_no_more_memory_than_configured(model_dir, kv_cache_gb, fewest):
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=kv_cache_gb, dtype="float32", max_parallel_seq=16)
     cache = engine._cache
     assert cache.key_LSHTD.nbytes + cache.value_LSHTD.nbytes <= kv_cache_gb * 2**30
@@ -208,7 +204,7 @@ def test_cache_takes_no_more_memory_than_configured(model_dir: Path, kv_cache_gb
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threads: int) -> None:
+def test_engine_computes_in_as_many_threads_as_configured(model_dir, threads):
     before = torch.get_num_threads()
     sizes = {"max_model_len": 1024, "max_generation_len": 16}
     spec = engine_spec(model=str(model_dir), kind="transformers", threads=threads, **sizes)
@@ -220,7 +216,7 @@ def test_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threa
         torch.set_num_threads(before)
 
 
-def test_deleted_engine_leaves_no_cache(model_dir: Path) -> None:
+def test_deleted_engine_leaves_no_cache(model_dir):
     engine = TransformersEngine(engine_spec(model=str(model_dir), max_model_len=128))
     cache = weakref.ref(engine._cache)
     del engine
@@ -229,7 +225,7 @@ def test_deleted_engine_leaves_no_cache(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "is_reused"), [("async", True), ("sync", False)])
-def test_exact_engine_reuses_nothing_after_it_was_idle(schedule: str, is_reused: bool) -> None:
+def test_exact_engine_reuses_nothing_after_it_was_idle(schedule, is_reused):
     engine = TransformersEngine(engine_spec(schedule=schedule, max_model_len=256, max_parallel_seq=4))
     first = generate(engine, 0, 0)
     engine.stats()

@@ -40,13 +40,11 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("gib", "max_model_len", "tokens"), [(80, 8192, 16384), (24, 4096, 8192), (None, 4096, 8192), (24, 32768, 32768)]
 )
-def test_gpu_step_budget_equals_that_of_vllms_offline_engine(
-    arguments: Any, gib: int | None, max_model_len: int, tokens: int
-) -> None:
+def test_gpu_step_budget_equals_that_of_vllms_offline_engine(arguments, gib, max_model_len, tokens):
     assert arguments(gib=gib, max_model_len=max_model_len)["max_num_batched_tokens"] == tokens
 
 
-def test_graphs_cover_prompts_lora_the_adapted_modules_and_options_take_precedence(arguments: Any) -> None:
+def test_graphs_cover_prompts_lora_the_adapted_modules_and_options_take_precedence(arguments):
     assert max(arguments()["cudagraph_capture_sizes"]) == 2048
     assert "cudagraph_capture_sizes" not in arguments(options={"enforce_eager": True})
     assert "cudagraph_capture_sizes" not in arguments(device="cpu")
@@ -55,7 +53,7 @@ def test_graphs_cover_prompts_lora_the_adapted_modules_and_options_take_preceden
     assert arguments(options={"max_num_batched_tokens": 4096})["max_num_batched_tokens"] == 4096
 
 
-def test_each_argument_is_decided_by_a_key_or_free_for_options(arguments: Any) -> None:
+def test_each_argument_is_decided_by_a_key_or_free_for_options(arguments):
     free = {"max_num_batched_tokens", "cudagraph_capture_sizes", "enable_chunked_prefill", "enable_flashinfer_autotune"}
     free.add("enforce_eager")
     assert {*arguments(), *arguments(device="cpu")} == {*DECIDED, *free}
@@ -64,7 +62,7 @@ def test_each_argument_is_decided_by_a_key_or_free_for_options(arguments: Any) -
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # deprecations in vLLM and its dependencies
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_vllm_knows_every_argument(arguments: Any, device: str) -> None:
+def test_vllm_knows_every_argument(arguments, device):
     from vllm import EngineArgs
 
     given = arguments(device=device)
@@ -93,16 +91,14 @@ def problems(kind: str = "vllm", devices: tuple[int | str, ...] = (0,), **engine
         ("vllm", (0, 1, 2, 3), {"tensor_parallel": 2}, None),
     ],
 )
-def test_unusable_keys_are_refused_by_name(
-    kind: str, on: tuple[int | str, ...], given: dict[str, Any], says: str | None
-) -> None:
+def test_unusable_keys_are_refused_by_name(kind, on, given, says):
     found = problems(kind, on, **given)
     assert len(found) == (says is not None), found
     assert not says or re.search(says, found[0]), found
 
 
 @pytest.mark.vllm
-def test_options_that_vllm_does_not_know_are_refused() -> None:
+def test_options_that_vllm_does_not_know_are_refused():
     (problem,) = problems(options={"max_num_batched_token": 4096})
     assert "engine.options.max_num_batched_token" in problem and "'max_num_batched_tokens'" in problem
     assert problems(options={"max_num_batched_tokens": 4096, "swap_space": 0}) != []
@@ -111,7 +107,7 @@ def test_options_that_vllm_does_not_know_are_refused() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # deprecations in vLLM and its dependencies
-def test_names_of_the_options_are_read_from_vllms_source() -> None:
+def test_names_of_the_options_are_read_from_vllms_source():
     from vllm import EngineArgs
 
     assert set(argument_names()) == {field.name for field in dataclasses.fields(EngineArgs)}
@@ -140,7 +136,7 @@ def problems_of_servers(**engine: Any) -> list[str]:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_unusable_server_config_is_reported(tmp_path: Path, engine: dict[str, Any], says: str) -> None:
+def test_unusable_server_config_is_reported(tmp_path, engine, says):
     problems = problems_of_servers(**({"kind": "vllm-server", "adapter_folder": tmp_path} | engine))
     assert any(says in problem for problem in problems), problems
     others = problems_of_servers(kind="vllm", urls=URLS, adapter_folder=tmp_path)
@@ -157,7 +153,7 @@ def config_of(**engine: Any) -> Config:
     )
 
 
-def test_check_finds_problems_and_describes_the_plan(tmp_path: Path) -> None:
+def test_check_finds_problems_and_describes_the_plan(tmp_path):
     with pytest.raises(ConfigError, match=r"engine\.urls is empty"):
         make_plan(config_of(adapter_folder=tmp_path))
     config = config_of(urls=URLS, adapter_folder=tmp_path)
@@ -172,7 +168,7 @@ def test_check_finds_problems_and_describes_the_plan(tmp_path: Path) -> None:
     assert plan.engine_devices == URLS
 
 
-def test_only_configured_server_keys_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_configured_server_keys_are_passed_on(monkeypatch):
     monkeypatch.setenv(SERVER_KEY, "k")
     monkeypatch.setenv("OPENAI_API_KEY", "another's")
     assert server_keys() == {SERVER_KEY: "k"}

@@ -1,7 +1,6 @@
 from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ def ref(model: EvaluatedModel) -> ModelRef:
     return ModelRef(uid=model.name, kind="checkpoint", adapter_version=0)
 
 
-def test_every_model_meets_every_opponent_in_every_env() -> None:
+def test_every_model_meets_every_opponent_in_every_env():
     cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM, BASE_MODEL], [NIM, FROZEN])
     assert [(c.env.env_id, c.model.name, c.opponent.name) for c in cells] == [
         ("Nim-v0-train", "base", "scripted:random"),
@@ -46,7 +45,7 @@ def test_every_model_meets_every_opponent_in_every_env() -> None:
     ]
 
 
-def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
+def test_every_model_meets_the_same_seeds_at_balanced_seats():
     cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM])
     one, other = ([game_spec(cell, number, 7, ref) for number in range(20)] for cell in cells)
     assert [spec.seed for spec in one] == [spec.seed for spec in other]
@@ -58,20 +57,20 @@ def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
     assert game_spec(cells[0], 0, 8, ref).seed != one[0].seed
 
 
-def test_cells_that_differ_only_in_sampling_are_one_as_trained() -> None:
+def test_cells_that_differ_only_in_sampling_are_one_as_trained():
     samplings = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
     cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM.model_copy(update=of) for of in samplings])
     assert len({cell.key for cell in cells}) == 6
     assert as_trained(cells) == make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM])
 
 
-def test_one_model_sits_alone_among_several_seats() -> None:
+def test_one_model_sits_alone_among_several_seats():
     (cell,) = make_cells([adapter(0)], [adapter(1)], [DICE])
     assert [a.model.uid for a in game_spec(cell, 1, 0, ref).agent_specs] == ["ckpt-1", "ckpt-0", "ckpt-1"]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 100])
-def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots: int) -> None:
+def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots):
     models = [BASE_MODEL, RANDOM, *(adapter(n) for n in range(6))]
     cells = make_cells(models, models, [NIM])
     rounds = in_rounds(cells, slots)
@@ -81,12 +80,12 @@ def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots: int) -> None:
     assert (len(rounds) == 1) == (slots >= 6)
 
 
-def test_pair_that_does_not_fit_the_slots_is_an_error() -> None:
+def test_pair_that_does_not_fit_the_slots_is_an_error():
     with pytest.raises(ConfigError, match=r"engine\.max_loras = 1: ckpt-0 .*ckpt-1 .*2"):
         in_rounds(make_cells([adapter(0)], [adapter(1)], [NIM]), 1)
 
 
-def test_cell_is_identified_by_contents_not_by_names() -> None:
+def test_cell_is_identified_by_contents_not_by_names():
     renamed = EvaluatedModel(name="the best", key="digest 1", adapter=facts("digest 1", Path("/elsewhere")))
     assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
     changes = ({"prompt_template": "tiny"}, {"observation": "first-last"})
@@ -109,7 +108,7 @@ def test_cell_is_identified_by_contents_not_by_names() -> None:
         (Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN), ("base", "none", FROZEN.env_id, 1, "default", "")),
     ],
 )
-def test_cell_key_contains_how_the_cell_is_played(cell: Cell, key: tuple[Any, ...]) -> None:
+def test_cell_key_contains_how_the_cell_is_played(cell, key):
     assert astuple(read_key(cell.key)) == key
 
 
@@ -145,7 +144,7 @@ def played(spec: GameSpec) -> tuple[list[int], list[tuple[int, int]]]:
         (LIARS_DICE, ("scripted:cfr", "scripted:random")), (PIG, ("scripted:mcts:20", "scripted:random")),
     ],
 )  # fmt: skip
-def test_swapped_seats_get_the_same_cards_also_if_moves_differ(env_id: str, names: tuple[str, str]) -> None:
+def test_swapped_seats_get_the_same_cards_also_if_moves_differ(env_id, names):
     model, other = map(opponent, names)
     cell = Cell(model=model, opponent=other, env=EvalEnvSpec(env_id=env_id, num_players=2))
     deals, differently_played = set(), 0

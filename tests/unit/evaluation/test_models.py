@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=11)
 
 
-def test_run_stands_for_all_its_checkpoints_in_numeric_order(run: Path) -> None:
+def test_run_stands_for_all_its_checkpoints_in_numeric_order(run):
     models = find_models(["base", str(run), "scripted:random", "google/gemini-2.0-flash-lite-001"])
     assert [model.name for model in models] == [
         "base",
@@ -34,7 +34,7 @@ def test_run_stands_for_all_its_checkpoints_in_numeric_order(run: Path) -> None:
     assert [model.is_fixed for model in models[-2:]] == [True, True]
 
 
-def test_models_are_the_same_if_their_weights_and_scales_are(run: Path, tmp_path: Path) -> None:
+def test_models_are_the_same_if_their_weights_and_scales_are(run, tmp_path):
     latest = run / "checkpoints" / "latest"
     latest.symlink_to("ckpt-11")
     assert len(find_models([str(run), str(latest), str(run / "checkpoints" / "ckpt-3")])) == 11
@@ -43,7 +43,7 @@ def test_models_are_the_same_if_their_weights_and_scales_are(run: Path, tmp_path
     assert len(find_models(paths)) == 3
 
 
-def test_models_of_one_name_are_distinguished_by_their_runs(run: Path, tmp_path: Path) -> None:
+def test_models_of_one_name_are_distinguished_by_their_runs(run, tmp_path):
     other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
     names = [model.name for model in find_models([str(run / "checkpoints" / "ckpt-1"), str(other)])]
     assert names == ["run/ckpt-1", "other/ckpt-1"]
@@ -55,13 +55,13 @@ def test_models_of_one_name_are_distinguished_by_their_runs(run: Path, tmp_path:
     assert opponents[1] == models[1]
 
 
-def test_run_of_a_checkpoint_is_found(run: Path) -> None:
+def test_run_of_a_checkpoint_is_found(run):
     assert find_run(["base", "scripted:random", str(run / "checkpoints" / "ckpt-2")]) == run
     assert find_run([str(run)]) == run
     assert find_run(["base"]) is None
 
 
-def test_frozen_players_have_the_same_names_as_in_a_config(run: Path, tmp_path: Path) -> None:
+def test_frozen_players_have_the_same_names_as_in_a_config(run, tmp_path):
     words = ["base", f"run:{run}/newest", f"adapter:{run}/checkpoints/ckpt-3"]
     models = find_models(words)
     assert [model.name for model in models] == words
@@ -72,7 +72,7 @@ def test_frozen_players_have_the_same_names_as_in_a_config(run: Path, tmp_path: 
         find_models([f"run:{run}/ckpt-77"])
 
 
-def test_opponent_of_a_run_is_the_copy_that_it_played(run: Path, tmp_path: Path) -> None:
+def test_opponent_of_a_run_is_the_copy_that_it_played(run, tmp_path):
     name = f"run:{run}/newest"
     kept = keep_copy(name, tmp_path / "opponents")
     write_adapter(run / "checkpoints" / "ckpt-12", small(12))
@@ -82,7 +82,7 @@ def test_opponent_of_a_run_is_the_copy_that_it_played(run: Path, tmp_path: Path)
         opponent("adapter:/nowhere")
 
 
-def test_all_invalid_model_names_are_reported_at_once(tmp_path: Path) -> None:
+def test_all_invalid_model_names_are_reported_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     half = write_adapter(tmp_path / "half", small())
@@ -100,7 +100,7 @@ def test_all_invalid_model_names_are_reported_at_once(tmp_path: Path) -> None:
         assert part in problem
 
 
-def test_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_another_base_is_refused(tmp_path):
     env = TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
     config = Config(model_name="Qwen/Qwen3-1.7B", train_envs=(env,))
     other = find_models([str(write_adapter(tmp_path / "other", small(), base="Qwen/Qwen3-1.7B-Base"))])
@@ -127,7 +127,7 @@ def write_config(directory: Path, *opponents: str) -> Path:
     return path
 
 
-def test_opponent_of_several_envs_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opponent_of_several_envs_is_read_once(tmp_path, monkeypatch):
     rival = f"adapter:{write_adapter(tmp_path / 'rival', fitting(TINY, 1), base=TINY)}"
     trained = [str(write_adapter(tmp_path / str(n), fitting(TINY, n + 2), base=TINY)) for n in range(2)]
     read: list[str] = []
@@ -143,7 +143,7 @@ def test_opponent_of_several_envs_is_read_once(tmp_path: Path, monkeypatch: pyte
     assert read == [rival]
 
 
-def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -> None:
+def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path):
     env = NIM | {"num_actors": 1, "env_kwargs": {"piles": [2, 3]}, "error_allowance": 2}
     path = tmp_path / "config.toml"
     path.write_text(to_toml(Config.model_validate({"train_envs": [env]}).model_dump(mode="json")))
@@ -156,7 +156,7 @@ def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -
     assert of_env == {"Nim-v0-train": ((("piles", (2, 3)),), 2), "TicTacToe-v0-train": ((), 0)}
 
 
-def test_prompts_are_those_of_the_run_of_the_models_or_of_the_config(tmp_path: Path) -> None:
+def test_prompts_are_those_of_the_run_of_the_models_or_of_the_config(tmp_path):
     trained = str(write_adapter(tmp_path / "run" / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY))
     config = write_config(tmp_path / "run", "scripted:random")
     other = write_config(tmp_path, "scripted:random")
@@ -166,14 +166,14 @@ def test_prompts_are_those_of_the_run_of_the_models_or_of_the_config(tmp_path: P
     assert plan_evaluation(["base"], output=tmp_path / "out", config=other).run is None
 
 
-def test_settings_of_earlier_results_are_those_of_templates_without_new_keys(tmp_path: Path) -> None:
+def test_settings_of_earlier_results_are_those_of_templates_without_new_keys(tmp_path):
     path = write_config(tmp_path, "scripted:random")
     path.write_text(path.read_text() + '[templates.mine]\nuser = "{observation}"\n')
     made = plan_evaluation(["base"], output=tmp_path / "out", config=path).settings["templates"]["mine"]
     assert set(made) == {"user", "system", "assistant", "chat", "thinking", "stop", "zero_sum"}
 
 
-def test_every_opponent_that_is_not_found_is_named(tmp_path: Path) -> None:
+def test_every_opponent_that_is_not_found_is_named(tmp_path):
     config = write_config(tmp_path, f"adapter:{tmp_path}/nowhere", f"run:{tmp_path}/none/best", "scripted:random")
     trained = str(write_adapter(tmp_path / "trained", small()))
     with pytest.raises(ConfigError) as caught:
@@ -206,7 +206,7 @@ def ladder(models: dict[str, float], games: int = 2000, env_id: str = ENV) -> li
     return rate([game for pair in pairs for game in meet(*pair, games, strengths, env_id)])
 
 
-def test_strengths_are_found_within_their_intervals() -> None:
+def test_strengths_are_found_within_their_intervals():
     models = {"weak": -250.0, "strong": 120.0}
     places = ladder(models)
     ranked = ["scripted:mcts:1000", "scripted:mcts:100", "strong", ANCHOR, "weak", "scripted:random"]
@@ -221,13 +221,13 @@ def test_strengths_are_found_within_their_intervals() -> None:
     assert (weak.games, set(weak.points)) == (8000, set(RUNGS))
 
 
-def test_rating_does_not_depend_on_the_other_models() -> None:
+def test_rating_does_not_depend_on_the_other_models():
     alone, beside = ladder({"one": 40.0}, games=50), ladder({"one": 40.0, "two": 500.0, "three": -500.0}, games=50)
     by_model = {place.model: place for place in beside}
     assert all(place == by_model[place.model] for place in alone)
 
 
-def test_games_that_were_all_lost_give_a_finite_rating_below_the_anchor() -> None:
+def test_games_that_were_all_lost_give_a_finite_rating_below_the_anchor():
     games = [RatedGame(ENV, "m", rung, "loss") for rung in RUNGS for _ in range(20)]
     games += [
         game for i, one in enumerate(RUNGS) for other in RUNGS[i + 1 :] for game in meet(one, other, 20, STRENGTH)
@@ -238,7 +238,7 @@ def test_games_that_were_all_lost_give_a_finite_rating_below_the_anchor() -> Non
     assert place.rating - place.low > place.high - place.rating, "losses alone bound a rating from above only"
 
 
-def test_envs_have_scales_of_their_own() -> None:
+def test_envs_have_scales_of_their_own():
     ours, theirs = ladder({"m": 100.0}, games=100), ladder({"m": -100.0}, games=100, env_id="openspiel:connect_four")
     games = [
         game
@@ -252,7 +252,7 @@ def test_envs_have_scales_of_their_own() -> None:
     )
 
 
-def test_table_and_file_have_a_row_for_each_model(tmp_path: Path) -> None:
+def test_table_and_file_have_a_row_for_each_model(tmp_path):
     places = ladder({"m": 0.0}, games=10)
     write_places(tmp_path, places)
     with (tmp_path / "ladder.csv").open(newline="") as file:

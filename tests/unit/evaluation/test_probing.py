@@ -46,14 +46,14 @@ def choice(p: Sequence[float]) -> ActionDistribution:
 
 @pytest.mark.parametrize("env", [NIM, TICTACTOE])
 @pytest.mark.parametrize("blind", [legal_actions, by_preference])
-def test_blind_players_have_no_state_dependence_and_others_have(env: EvalEnvSpec, blind: Choice) -> None:
+def test_blind_players_have_no_state_dependence_and_others_have(env, blind):
     of_blind, of_optimal = probe_of(env, blind), probe_of(env, optimal_actions)
     assert abs(of_blind.state_dependence.value) < 1e-4
     assert of_optimal.state_dependence.low > 0.2
 
 
 @pytest.mark.parametrize("env", [NIM, TICTACTOE])
-def test_optimal_share_counts_only_positions_with_a_wrong_move(env: EvalEnvSpec) -> None:
+def test_optimal_share_counts_only_positions_with_a_wrong_move(env):
     positions = random_positions(env, 25)
     shares = [
         len(optimal_actions(env.env_id, p.observation)) / len(legal_actions(env.env_id, p.observation))
@@ -67,13 +67,13 @@ def test_optimal_share_counts_only_positions_with_a_wrong_move(env: EvalEnvSpec)
     assert of_random.optimal.low < of_random.optimal.value < of_random.optimal.high
 
 
-def test_illegal_answer_is_not_optimal_and_counts_as_the_rest() -> None:
+def test_illegal_answer_is_not_optimal_and_counts_as_the_rest():
     careless = probe_of(NIM, optimal_actions, legal=0.5)
     assert careless.optimal.value == pytest.approx(0.5)
     assert careless.rest.value == pytest.approx(0.5)
 
 
-def test_games_without_a_solver_have_no_share_of_optimal_moves() -> None:
+def test_games_without_a_solver_have_no_share_of_optimal_moves():
     tak = EvalEnvSpec(env_id="SimpleTak-v0-train", num_players=2)
     assert probe_of(tak, legal_actions, games=4).optimal is None
     greedy = probe_of(tak, greedy_actions, games=4).greedy
@@ -81,7 +81,7 @@ def test_games_without_a_solver_have_no_share_of_optimal_moves() -> None:
     assert probe_of(NIM, legal_actions, games=4).greedy is None
 
 
-def test_positions_are_seeded_and_cover_every_turn_of_every_game() -> None:
+def test_positions_are_seeded_and_cover_every_turn_of_every_game():
     positions = random_positions(TICTACTOE, 6)
     assert positions == random_positions(TICTACTOE, 6) != random_positions(TICTACTOE, 6, seed=1)
     assert {p.game for p in positions} == set(range(6))
@@ -91,7 +91,7 @@ def test_positions_are_seeded_and_cover_every_turn_of_every_game() -> None:
         random_positions(EvalEnvSpec(env_id="Chopsticks-v0-train", num_players=2), 2)
 
 
-def test_state_dependence_is_mutual_information_if_all_is_legal() -> None:
+def test_state_dependence_is_mutual_information_if_all_is_legal():
     sure = [choice([0.9, 0.1] if game % 2 else [0.1, 0.9]) for game in range(400)]
     entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
     estimate = state_dependence(sure, [0] * 400, range(400))
@@ -100,7 +100,7 @@ def test_state_dependence_is_mutual_information_if_all_is_legal() -> None:
     assert by_turn.value == pytest.approx(0, abs=1e-6), "the action depends on the turn alone"
 
 
-def test_state_dependence_of_few_positions_is_bias_corrected() -> None:
+def test_state_dependence_of_few_positions_is_bias_corrected():
     rng = np.random.default_rng(0)
 
     def sample(n: int) -> list[ActionDistribution]:
@@ -119,7 +119,7 @@ def test_state_dependence_of_few_positions_is_bias_corrected() -> None:
     assert np.mean([e.low < truth < e.high for e in estimates]) > 0.8
 
 
-def test_positions_of_one_game_are_not_counted_as_independent() -> None:
+def test_positions_of_one_game_are_not_counted_as_independent():
     rng = random.Random(0)
     of_game = [rng.random() for _ in range(20)]
     one_each, ten_each = mean_estimate(of_game, range(20)), mean_estimate(of_game * 10, [*range(20)] * 10)
@@ -128,7 +128,7 @@ def test_positions_of_one_game_are_not_counted_as_independent() -> None:
     assert math.isnan(mean_estimate([math.nan], [0]).value)
 
 
-def test_uniform_distribution_matches_random_legal_play() -> None:
+def test_uniform_distribution_matches_random_legal_play():
     uniform = uniform_distribution("Nim-v0", "Current Pile:\n  pile 0: 0\n  pile 1: 2\n  pile 2: 2")
     assert uniform.actions == ("[1 1]", "[1 2]", "[2 1]", "[2 2]")
     assert uniform.probabilities.tolist() == [0.25] * 4

@@ -26,7 +26,7 @@ from unstable_lite.planning.validation import find_engine_problems
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import Tally
-from unstable_lite.types import Generation, Observation, Reply, Sampling
+from unstable_lite.types import Generation, Reply, Sampling
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
 
@@ -46,7 +46,7 @@ class Says(Player):
 
 
 @pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "[4]")])
-def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: str) -> None:
+def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id, valid):
     env = start_environment(env_id, 2, 1, error_allowance=1)
     env.observe()
     turn = env.play("nonsense")
@@ -65,12 +65,12 @@ def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: s
 
 
 @pytest.mark.parametrize("observation", ["env", "first-last", "board"])
-def test_arguments_are_those_of_the_env_in_any_observation(observation: Observation) -> None:
+def test_arguments_are_those_of_the_env_in_any_observation(observation):
     env = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
     assert "pile 1: 3" in env.observe()[1]
 
 
-def test_a_move_that_does_not_raise_the_count_of_errors_is_valid() -> None:
+def test_a_move_that_does_not_raise_the_count_of_errors_is_valid():
     env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
     env.play("nonsense")
     env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
@@ -78,7 +78,7 @@ def test_a_move_that_does_not_raise_the_count_of_errors_is_valid() -> None:
     assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
 
 
-async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> None:
+async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues():
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
     record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
     players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
@@ -87,7 +87,7 @@ async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> 
     assert (record.end, record.invalid_pids) == ("truncated", ())
 
 
-async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end() -> None:
+async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end():
     env = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3, error_allowance=1, max_turns=4)
     record = new_record(new_game(env, [BASE] * 3, 0, "eval", 1))
     bids = {pid: Says(f"[Bid: {pid}, 2]", f"[Bid: {pid}, 3]") for pid in (1, 2)}
@@ -96,7 +96,7 @@ async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end(
     assert (record.end, record.invalid_pids) == ("truncated", (0,))
 
 
-def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None:
+def test_unknown_arguments_are_refused_with_those_that_the_env_accepts():
     def problem(env_id: str, **kwargs: Any) -> str:
         return str(probe(env_id, 2, "env", tuple(kwargs.items())).problem)
 
@@ -116,14 +116,14 @@ def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None
      {"env_kwargs": {"table": {}}}, {"env_kwargs": {"list": [{}]}}, {"env_kwargs": {"number": float("nan")}},
      {"env_kwargs": {"list": [float("inf")]}}, {"env_kwargs": 3}, {"env_kwargs": [["a", 1]]}],
 )  # fmt: skip
-def test_bad_values_are_refused_by_name(keys: dict[str, Any]) -> None:
+def test_bad_values_are_refused_by_name(keys):
     train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}
     _, problems = parse_config({"train_envs": [train], "eval_envs": [NIM | keys]})
     assert len(problems) >= 1
     assert all(problem.startswith(f"eval_envs.0.{next(iter(keys))}") for problem in problems), problems
 
 
-def test_blind_player_is_refused_in_an_env_with_arguments() -> None:
+def test_blind_player_is_refused_in_an_env_with_arguments():
     blind = NIM | {"fixed_opponent": "scripted:blind-random"}
     assert not find_engine_problems(config_of(blind))
     (problem,) = find_engine_problems(config_of(blind, env_kwargs={"piles": [1, 2]}))
@@ -132,7 +132,7 @@ def test_blind_player_is_refused_in_an_env_with_arguments() -> None:
     )
 
 
-def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
+def test_opponents_and_trial_games_see_the_env_with_its_arguments():
     def lengths(**keys: Any) -> tuple[int, ...]:
         return trial(config_of(**keys).train_envs[0]).lengths
 
@@ -142,7 +142,7 @@ def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("env_id", ["QuantumTicTacToe-v0-train", "SpiteAndMalice-v0-train"])
-def test_env_with_rewards_of_other_players_is_refused(env_id: str) -> None:
+def test_env_with_rewards_of_other_players_is_refused(env_id):
     (problem,) = find_engine_problems(config_of(NIM | {"env_id": env_id, "num_players": 1}))
     assert "a trial game failed" in problem and "exactly one entry for each of 1 players" in problem
     assert not find_engine_problems(config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"}))
@@ -172,7 +172,7 @@ class OddNim(NimEnv):  # type: ignore[misc]
 
 @pytest.mark.parametrize("fault", ["raises", "lacks a reward", "pays text", "pays nan", "asks a judge", ""])
 @pytest.mark.parametrize("family", ["Nim", "Unknown"])
-def test_trial_game_finds_what_is_wrong_with_an_env(fault: str, family: str) -> None:
+def test_trial_game_finds_what_is_wrong_with_an_env(fault, family):
     env_id = f"{family}-v0-{fault.replace(' ', '')}odd"
     nim = ENV_REGISTRY["Nim-v0-train"]
     env_class = type("Odd", (OddNim,), {"fault": fault})
@@ -189,9 +189,7 @@ def test_trial_game_finds_what_is_wrong_with_an_env(fault: str, family: str) -> 
 
 
 @pytest.mark.parametrize(("fault", "seconds"), [("endless", 60.0), ("slow", 0.5)])
-def test_trial_game_has_an_end_by_turns_and_by_time(
-    fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_game_has_an_end_by_turns_and_by_time(fault, seconds, monkeypatch):
     monkeypatch.setattr(env_catalogue, "TRIAL_TIMEOUT_S", seconds)
     nim = ENV_REGISTRY["Nim-v0-train"]
     register(
@@ -206,7 +204,7 @@ def test_trial_game_has_an_end_by_turns_and_by_time(
 
 
 @pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])
-async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowance: int, is_out: bool) -> None:
+async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowance, is_out):
     """The critic judges a player's last step, unless the turn cap cut off a player who could still move."""
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=allowance, max_turns=1)
     record = new_record(new_game(env, [BASE, BASE], 0, "train", 2, trained=(0,)))
@@ -220,18 +218,18 @@ async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
     return make_generation([0], text="nonsense")
 
 
-def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:
+def test_env_is_isolated_if_its_arguments_make_its_reset_slow():
     small = (("dim_room", (5, 5)), ("num_boxes", 1))
     slow = EvalEnvSpec(env_id="Sokoban-v0-train", num_players=1)
     assert is_isolated(slow) and not is_isolated(slow.model_copy(update={"env_kwargs": small}))
 
 
-def test_eval_env_played_with_other_arguments_is_named() -> None:
+def test_eval_env_played_with_other_arguments_is_named():
     (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
     assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
 
 
-def test_eval_env_inherits_arguments_and_a_spec_is_made_of_anothers_values() -> None:
+def test_eval_env_inherits_arguments_and_a_spec_is_made_of_anothers_values():
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
     assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
     assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
@@ -239,7 +237,7 @@ def test_eval_env_inherits_arguments_and_a_spec_is_made_of_anothers_values() -> 
     assert TrainEnvSpec(**vars(spec)) == spec
 
 
-def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
+def test_same_env_and_opponent_may_be_listed_once_for_each_sampling():
     greedy, cool = NIM | {"temperature": 0}, NIM | {"temperature": 0.3}
     config = config_of(NIM, greedy, cool)
     assert [env.opponent for env in config.eval_envs] == [
@@ -250,7 +248,7 @@ def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
 
 
 @pytest.mark.parametrize("in_lock_step", [False, True])
-async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) -> None:
+async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step):
     asked: list[Sampling | None] = []
 
     async def generate(*_: Any, sampling: Sampling | None = None) -> Generation:
@@ -267,7 +265,7 @@ async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) ->
     assert asked == [Sampling(temperature=0, top_p=0.5), None]
 
 
-def test_titles_name_the_sampling_and_no_opponent_if_there_is_none() -> None:
+def test_titles_name_the_sampling_and_no_opponent_if_there_is_none():
     alone = {"env_id": "TowerOfHanoi-v0-train", "num_players": 1}
     shown = []
     for keys in ({"temperature": 0}, {}):

@@ -50,7 +50,7 @@ def _turns(env_id: str, num_players: int, seed: int, max_turns: int = 40):  # ty
 
 
 @pytest.mark.parametrize(("env_id", "num_players"), DRAWING)
-def test_interleaved_games_equal_games_played_alone(env_id: str, num_players: int) -> None:
+def test_interleaved_games_equal_games_played_alone(env_id, num_players):
     random.seed(7)
     before = random.getstate()
     alone = [play(env_id, num_players, seed) for seed in range(4)]
@@ -68,7 +68,7 @@ def test_interleaved_games_equal_games_played_alone(env_id: str, num_players: in
     assert interleaved == alone
 
 
-def test_env_that_reseeds_draws_as_the_random_module_does() -> None:
+def test_env_that_reseeds_draws_as_the_random_module_does():
     env, standing_in = Environment("TicTacToe-v0-train", 2, 3), vars(sys.modules["textarena.core"])["random"]
 
     def draw() -> float:
@@ -81,7 +81,7 @@ def test_env_that_reseeds_draws_as_the_random_module_does() -> None:
         assert [draw() for _ in range(3)] == [alone.random() for _ in range(3)]
 
 
-def test_observation_must_be_text() -> None:
+def test_observation_must_be_text():
     env = Environment("TicTacToe-v0-raw", 2, 0)
     for look in (env.observe, lambda: env.play("[4]")):
         with pytest.raises(EnvError, match="list, not text; register a wrapper"):
@@ -98,12 +98,12 @@ def test_observation_must_be_text() -> None:
         ("Nothing", "get_observation returned None, not a player and an observation"),
     ],
 )
-def test_turn_must_be_that_of_a_player(name: str, says: str) -> None:
+def test_turn_must_be_that_of_a_player(name, says):
     problem = probe(f"fakes.faulty_envs:{name}-v0", 2).problem
     assert problem is not None and says in problem
 
 
-def test_env_whose_games_the_seed_does_not_determine_is_warned_of() -> None:
+def test_env_whose_games_the_seed_does_not_determine_is_warned_of():
     env = {"env_id": "fakes.faulty_envs:Counting-v0", "num_players": 2, "num_actors": 2}
     rows = make_plan(Config.model_validate({"train_envs": [env]})).describe()
     assert [name for name, text in rows if "two games with the same seed began differently" in text] == ["warning"]
@@ -112,7 +112,7 @@ def test_env_whose_games_the_seed_does_not_determine_is_warned_of() -> None:
 @pytest.mark.parametrize(
     "rewards", [None, {0: 1}, {0: "reason", 1: 1}, {0: float("nan"), 1: 0}, {0: True, 1: 0}, {0: 1, 1: 1, 2: 1}]
 )
-def test_rewards_must_be_one_finite_number_per_player(rewards: object) -> None:
+def test_rewards_must_be_one_finite_number_per_player(rewards):
     with pytest.raises(EnvError, match="TicTacToe"):
         _checked_rewards("TicTacToe-v0", 2, rewards)
 
@@ -126,11 +126,11 @@ def test_rewards_must_be_one_finite_number_per_player(rewards: object) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # from nltk without a network
-def test_unusable_env_says_why(env_id: str, num_players: int, says: str) -> None:
+def test_unusable_env_says_why(env_id, num_players, says):
     assert says in str(probe(env_id, num_players).problem)
 
 
-def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     env_id = "custom_env:RaceTo20-v0-train"
     assert probe(env_id, 2).problem is None
@@ -144,7 +144,7 @@ def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch
     assert "'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
 
 
-def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path, monkeypatch):
     (tmp_path / "wrapped_env.py").write_text(
         "import textarena as ta\n"
         "ta.envs.registration.register(\n"
@@ -167,7 +167,7 @@ def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path: Path, m
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
-def test_env_in_newer_syntax_names_the_python_it_needs() -> None:
+def test_env_in_newer_syntax_names_the_python_it_needs():
     assert "Python 3.12" in str(probe("Chess-v0-train", 2).problem)
     remarks = {env_id: remark for env_id, _, remark in describe_envs()}
     assert "Python 3.12" in remarks["Chess-v0-train"]
@@ -176,7 +176,7 @@ def test_env_in_newer_syntax_names_the_python_it_needs() -> None:
     assert needing == set(re.split(r", | and ", named))
 
 
-def test_list_of_envs_names_players_and_problems() -> None:
+def test_list_of_envs_names_players_and_problems():
     assert set(DENIED) <= {env_id.partition("-v")[0] for env_id in env_ids()}
     rows = {env_id: (players, remark) for env_id, players, remark in describe_envs()}
     assert rows["TicTacToe-v0-train"] == ("2", "")
@@ -188,7 +188,7 @@ def test_list_of_envs_names_players_and_problems() -> None:
 
 
 @pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0"])
-def test_first_last_shows_only_the_first_and_the_last_message(env_id: str) -> None:
+def test_first_last_shows_only_the_first_and_the_last_message(env_id):
     env = Environment(env_id, 2, 3, observation="first-last")
     shown = []
     for action in ("[0 1]", "1 4", "[0 1]", "[2 1]"):  # an action without brackets gets them
@@ -221,7 +221,7 @@ def listed_moves(env_id: str, observation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("env_id", BOARD_GAMES_IN_PLAY)
-def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id: str) -> None:
+def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id):
     state_of: dict[str, str] = {}
     longest = 0
     num_players = 3 if env_id.startswith("ThreePlayer") else 2
@@ -254,9 +254,7 @@ def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id: str) -> N
         ("board_less:Quiet-v0", "GAME_BOARD"),
     ],
 )
-def test_board_is_refused_if_no_board_shows_the_state(
-    env_id: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_board_is_refused_if_no_board_shows_the_state(env_id, says, tmp_path, monkeypatch):
     (tmp_path / "board_less.py").write_text(
         "import textarena as ta\n"
         "entry = 'textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv'\n"
@@ -270,7 +268,7 @@ def test_board_is_refused_if_no_board_shows_the_state(
     assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))
 
 
-def test_pattern_that_no_env_id_contains_is_refused_with_a_similar_one() -> None:
+def test_pattern_that_no_env_id_contains_is_refused_with_a_similar_one():
     refused = CliRunner().invoke(app, ["envs", "Nimm"])
     assert refused.exit_code == 1
     assert refused.output == "error: no env id contains 'Nimm'; did you mean 'Nim'?\n"

@@ -54,14 +54,14 @@ def expected(name: str, tree: GameTree, policy: Policy) -> float:
 
 
 @pytest.mark.parametrize("name", SOLVED)
-def test_exploitability_is_that_of_openspiel(name: str) -> None:
+def test_exploitability_is_that_of_openspiel(name):
     tree = flatten(f"openspiel:{name}")
     for policy in (uniform(tree), random_policy(tree)):
         assert tree.exploitability(policy) == pytest.approx(expected(name, tree, policy), abs=1e-9)
         assert tree.exploitability(renormalised(policy)) == pytest.approx(expected(name, tree, policy), abs=1e-9)
 
 
-def test_answers_that_are_not_listed_forfeit() -> None:
+def test_answers_that_are_not_listed_forfeit():
     tree = flatten("openspiel:kuhn_poker")
     silent = [np.zeros(2) for _ in tree.states]
     assert tree.exploitability(silent) == pytest.approx(2.0)  # each seat forfeits at once, for min_utility
@@ -73,7 +73,7 @@ def test_answers_that_are_not_listed_forfeit() -> None:
 
 
 @pytest.mark.parametrize(("seat", "rest"), [(0, 0.0), (1, 0.3)])
-def test_computed_outcomes_are_those_of_played_games(seat: int, rest: float) -> None:
+def test_computed_outcomes_are_those_of_played_games(seat, rest):
     tree = flatten("openspiel:kuhn_poker")
     policy, rng, utilities = random_policy(tree, rest=rest), np.random.default_rng(1), []
     number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
@@ -95,7 +95,7 @@ def test_computed_outcomes_are_those_of_played_games(seat: int, rest: float) -> 
 
 @pytest.mark.parametrize("seat", [0, 1])
 @pytest.mark.parametrize("name", ["kuhn_poker", "liars_dice(dice_sides=3)", "matrix_rps"])
-def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(name: str, seat: int) -> None:
+def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(name, seat):
     tree = flatten(f"openspiel:{name}")
     one, two, three = (random_policy(tree, seed, rest) for seed, rest in ((1, 0.0), (2, 0.1), (3, 0.3)))
     opponent = random_policy(tree, 9, rest=0.05)
@@ -105,7 +105,7 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
         assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
 
 
-def test_average_policy_is_uniform_if_none_arrives_and_refused_for_shared_positions() -> None:
+def test_average_policy_is_uniform_if_none_arrives_and_refused_for_shared_positions():
     tree = flatten("openspiel:kuhn_poker")
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
     mean = average(tree, [always_first, always_first])
@@ -119,7 +119,7 @@ def test_average_policy_is_uniform_if_none_arrives_and_refused_for_shared_positi
         average(tree, [uniform(tree)])
 
 
-def test_board_games_are_merged_by_board_and_solved() -> None:
+def test_board_games_are_merged_by_board_and_solved():
     nim = flatten(NIM)
     assert len(nim.states) == 230
     optimal = [np.zeros(len(state.actions)) for state in nim.states]
@@ -131,7 +131,7 @@ def test_board_games_are_merged_by_board_and_solved() -> None:
     assert (len(board.states), len(board.positions)) == (4520, 5478)
 
 
-def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play() -> None:
+def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
     tree, solved = flatten("openspiel:tic_tac_toe"), solved_moves("openspiel:tic_tac_toe")
     assert solved is not None
     perfect = []
@@ -145,7 +145,7 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play() -
         assert tree.outcomes(uniform(tree), seat, perfect).win > 0.7
 
 
-def test_solved_moves_are_those_of_theory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solved_moves_are_those_of_theory(monkeypatch):
     nim = solved_moves(NIM)
     start = OpenSpielGame(NIM, 2, 0).observe()[1]
     assert nim[start] == ["[0 2]"]  # Bouton: 3, 4, 5 has the winning move to 1, 4, 5
@@ -169,15 +169,13 @@ def test_solved_moves_are_those_of_theory(monkeypatch: pytest.MonkeyPatch) -> No
         ("openspiel:liars_dice(numdice=0)", "OpenSpiel"),
     ],
 )
-def test_games_that_cannot_be_computed_are_refused_with_the_reason(
-    env_id: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_games_that_cannot_be_computed_are_refused_with_the_reason(env_id, said, monkeypatch):
     monkeypatch.setattr(game_tree, "MOST_COUNTED", 6000)
     with pytest.raises(ConfigError, match=said):
         flatten(env_id)
 
 
-def test_game_above_the_limit_is_computed_if_forced() -> None:
+def test_game_above_the_limit_is_computed_if_forced():
     name = "openspiel:liars_dice(dice_sides=4)"
     tree = flatten(name, is_forced=True)
     assert 0.0 < tree.exploitability(uniform(tree)) < 1.0

@@ -52,7 +52,7 @@ def winning_actions(env: Environment, mover: int, actions: list[str]) -> list[st
 
 
 @pytest.mark.parametrize("env_id", VARIANTS)
-def test_greedy_takes_every_win_or_else_every_block(env_id: str) -> None:
+def test_greedy_takes_every_win_or_else_every_block(env_id):
     rng, seen = random.Random(1), {"win": 0, "block": 0, "neither": 0}
     for seed in range(VARIANTS[env_id]):
         env = Environment(env_id, 2, seed)
@@ -69,7 +69,7 @@ def test_greedy_takes_every_win_or_else_every_block(env_id: str) -> None:
 
 
 @pytest.mark.parametrize("family", GREEDY_GAMES)
-def test_greedy_refuses_other_envs_and_other_text(family: str) -> None:
+def test_greedy_refuses_other_envs_and_other_text(family):
     with pytest.raises(UnsupportedEnvError, match="ConnectFour, TicTacToe, SimpleTak"):
         greedy_actions("Nim-v0-train", "piles")
     with pytest.raises(EnvError):
@@ -97,9 +97,7 @@ def nim(*piles: int) -> str:
         ("ConnectFour-v0-train", "no solver", "[col 3]", None),
     ],
 )
-def test_move_is_judged_only_if_some_legal_move_is_worse(
-    env_id: str, observation: str, action: str, expected: bool | None
-) -> None:
+def test_move_is_judged_only_if_some_legal_move_is_worse(env_id, observation, action, expected):
     assert is_optimal(env_id, observation, action) is expected
 
 
@@ -117,7 +115,7 @@ def has_line(board: str) -> bool:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_no_line_of_play_beats_optimal_tictactoe(is_first: bool) -> None:
+def test_no_line_of_play_beats_optimal_tictactoe(is_first):
     @cache
     def worst(board: str, is_its_turn: bool) -> int:
         """Return the worst result for it of all continuations: 1 it wins, 0 a draw, -1 it loses."""
@@ -134,7 +132,7 @@ def test_no_line_of_play_beats_optimal_tictactoe(is_first: bool) -> None:
     assert worst(" " * 9, is_first) == 0
 
 
-def test_tictactoe_and_nim_take_a_win_or_leave_a_lost_position() -> None:
+def test_tictactoe_and_nim_take_a_win_or_leave_a_lost_position():
     assert optimal_actions("TicTacToe-v0", drawn("OO XX    ")) == ["[2]"]
     assert optimal_actions("TicTacToe-v0", drawn("OO XX   O")) == ["[5]"]
     for piles in itertools.product(range(6), repeat=3):
@@ -160,7 +158,7 @@ def is_won(piles: tuple[int, ...]) -> bool:
     )
 
 
-def test_optimal_kuhn_poker_never_folds_because_a_call_costs_nothing() -> None:
+def test_optimal_kuhn_poker_never_folds_because_a_call_costs_nothing():
     """A hand is worth one point, however it was bet (see test_openspiel_games.py): only a fold loses a better card."""
     seen = "Your card is: '{}'\n\nYour available actions are: {}"
     for card in "JQK":
@@ -168,7 +166,7 @@ def test_optimal_kuhn_poker_never_folds_because_a_call_costs_nothing() -> None:
         assert optimal_actions("KuhnPoker-v0-train", seen.format(card, "'[check]', '[bet]'"))
 
 
-def test_optimal_refuses_other_envs_and_other_text() -> None:
+def test_optimal_refuses_other_envs_and_other_text():
     with pytest.raises(UnsupportedEnvError, match="TicTacToe, Nim, KuhnPoker"):
         optimal_actions("SimpleTak-v0-train", "a board")
     for family in OPTIMAL_ACTIONS:
@@ -176,7 +174,7 @@ def test_optimal_refuses_other_envs_and_other_text() -> None:
             OptimalPlayer(f"{family}-v0-train", 0).action("Once upon a time")
 
 
-def test_same_seed_makes_the_same_moves_and_uses_all_best_actions() -> None:
+def test_same_seed_makes_the_same_moves_and_uses_all_best_actions():
     empty, before = drawn(" " * 9), random.getstate()
     draws = [[player.action(empty) for _ in range(60)] for player in (OptimalPlayer("TicTacToe-v0", 5) for _ in "ab")]
     assert draws[0] == draws[1]
@@ -201,17 +199,17 @@ def points(env_id: str, player: type[ScriptedPlayer], opponent: type[ScriptedPla
     return fmean(earned)
 
 
-def test_first_legal_preference_is_played() -> None:
+def test_first_legal_preference_is_played():
     assert first_legal(["c", "a", "b"], ["a", "b"]) == "a"
     assert first_legal(["c"], ["b", "a"]) == "b"
 
 
-def test_blind_play_of_nim_is_between_random_and_perfect() -> None:
+def test_blind_play_of_nim_is_between_random_and_perfect():
     assert 0.63 < points(NIM, SCRIPTED_PLAYERS["scripted:blind-random"], RandomLegalPlayer, 200) < 0.76
     assert points(NIM, OptimalPlayer, RandomLegalPlayer, 40) > 0.97
 
 
-def test_searched_points_match_play_and_no_single_move_improves_them() -> None:
+def test_searched_points_match_play_and_no_single_move_improves_them():
     games = _Games(NIM, RandomLegalPlayer, 1)
     best = best_preferences(NIM, RandomLegalPlayer, 1)
     assert sorted(best) == games.legal_actions() and len(best) == 12
@@ -228,7 +226,7 @@ def test_searched_points_match_play_and_no_single_move_improves_them() -> None:
     assert max(map(games.exact_points, shuffled)) < exact
 
 
-def test_game_without_a_board_is_searched_by_sampled_play(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_game_without_a_board_is_searched_by_sampled_play(monkeypatch):
     monkeypatch.setattr(blind, "SAMPLED_CLIMBS", 1)
     best = best_preferences.__wrapped__("KuhnPoker-v0-short-train", RandomLegalPlayer, 1)
     assert sorted(best) == ["[bet]", "[call]", "[check]", "[fold]"]
@@ -236,14 +234,14 @@ def test_game_without_a_board_is_searched_by_sampled_play(monkeypatch: pytest.Mo
     assert best.index("[bet]") < best.index("[check]")
 
 
-def test_same_seed_finds_same_list_and_another_opponent_another() -> None:
+def test_same_seed_finds_same_list_and_another_opponent_another():
     found = best_preferences.__wrapped__(NIM, RandomLegalPlayer, 0)
     assert found == best_preferences(NIM, RandomLegalPlayer, 0)
     assert found != best_preferences(NIM, OptimalPlayer, 0)
 
 
 @pytest.mark.parametrize("family", LEGAL_ACTIONS)
-def test_every_family_names_the_seat_of_the_player_first(family: str) -> None:
+def test_every_family_names_the_seat_of_the_player_first(family):
     env, rng = Environment(f"{family}-v0-train", 2, 1), random.Random(0)
     for _ in range(6):
         pid, observation = env.observe()
@@ -252,7 +250,7 @@ def test_every_family_names_the_seat_of_the_player_first(family: str) -> None:
             break
 
 
-def test_env_that_a_blind_player_cannot_play_is_refused() -> None:
+def test_env_that_a_blind_player_cannot_play_is_refused():
     _, observation = Environment(NIM, 2, 0).observe()
     assert opponent_problem("scripted:blind-random", NIM, observation) is None
     assert "'Nim-v0-train'" in str(opponent_problem("scripted:blind-greedy", NIM, observation))

@@ -61,7 +61,7 @@ async def connect(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         await endpoint.close()
 
 
-async def test_model_gets_our_prompt_and_its_box_is_its_action(server: Server, connect: Connect) -> None:
+async def test_model_gets_our_prompt_and_its_box_is_its_action(server, connect):
     player = OpenAICompatiblePlayer(connect(), AGENT, num_players=2)
     reply = await player.act("THE BOARD <|im_end|>")
     (body,) = server.bodies
@@ -75,7 +75,7 @@ async def test_model_gets_our_prompt_and_its_box_is_its_action(server: Server, c
     assert (server.bodies[1]["temperature"], server.bodies[1]["max_tokens"]) == (0.3, 77)
 
 
-async def test_another_name_of_max_tokens_is_learnt_once(server: Server, connect: Connect) -> None:
+async def test_another_name_of_max_tokens_is_learnt_once(server, connect):
     refusal = (
         "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     )
@@ -98,9 +98,7 @@ async def test_another_name_of_max_tokens_is_learnt_once(server: Server, connect
         (None, "max_tokens is unknown", [0, 0]),
     ],
 )
-async def test_other_refusals_keep_max_tokens(
-    server: Server, connect: Connect, limit: int | None, says: str, num_requests: list[int]
-) -> None:
+async def test_other_refusals_keep_max_tokens(server, connect, limit, says, num_requests):
     server.answer = lambda _body: (400, {"error": {"message": says}})
     endpoint = connect(max_tokens=limit)
     for _ in range(2):
@@ -110,7 +108,7 @@ async def test_other_refusals_keep_max_tokens(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_transient_error_is_retried_until_the_last_attempt(server: Server, connect: Connect, status: int) -> None:
+async def test_transient_error_is_retried_until_the_last_attempt(server, connect, status):
     answers = iter([(status, {"error": "later"}), (status, b"<html>"), chat_reply("[1]")])
     server.answer = lambda _body: next(answers, (status, {"error": {"message": "out of order"}}))
     endpoint = connect(max_retries=2)
@@ -152,9 +150,7 @@ OTHER_REFUSALS = [
         *((status, {"error": {"message": says}}, "opponent_failed") for status, says in OTHER_REFUSALS),
     ],
 )
-async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(
-    server: Server, connect: Connect, status: int, body: dict[str, Any], reason: str
-) -> None:
+async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(server, connect, status, body, reason):
     server.answer = lambda _body: (status, body)
     endpoint = connect(max_retries=0)
     for number in range(1, FAILURES_BEFORE_PAUSE + 1):
@@ -164,7 +160,7 @@ async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(
     assert (endpoint.failures == 0) == endpoint.can_play(MODEL) == (reason == "prompt_too_long")
 
 
-async def test_late_or_dripping_answer_times_out_on_each_attempt(server: Server, connect: Connect) -> None:
+async def test_late_or_dripping_answer_times_out_on_each_attempt(server, connect):
     server.drip_s = 0.05
     endpoint = connect(timeout_s=0.3, max_retries=1)
     with pytest.raises(OpponentError, match="APITimeoutError"):
@@ -200,9 +196,7 @@ GARBAGE = [
         (200, "text/html", f"<html>{KEY}</html>".encode(), "begins with '<html><key></html>'"),
     ],
 )
-async def test_failure_shows_the_beginning_of_the_body(
-    server: Server, connect: Connect, status: int, content_type: str, body: Any, says: str
-) -> None:
+async def test_failure_shows_the_beginning_of_the_body(server, connect, status, content_type, body, says):
     server.content_type = content_type
     server.answer = lambda _body: (status, body)
     with pytest.raises(OpponentError, match=f"{MODEL}.*{says}"):
@@ -210,7 +204,7 @@ async def test_failure_shows_the_beginning_of_the_body(
 
 
 @pytest.mark.parametrize("body", GARBAGE)
-async def test_garbage_is_always_an_opponent_error(server: Server, connect: Connect, body: Any) -> None:
+async def test_garbage_is_always_an_opponent_error(server, connect, body):
     server.content_type = "text/html" if body == b"<html>Welcome</html>" else "application/json"
     server.answer = lambda _body: (200, body)
     with pytest.raises(OpponentError, match=MODEL):
@@ -226,7 +220,7 @@ async def test_garbage_is_always_an_opponent_error(server: Server, connect: Conn
         ([{"type": "reasoning", "text": "5"}, {"type": "output_text", "text": "4", "annotations": []}], "4"),
     ],
 )
-async def test_text_parts_of_an_answer_are_joined(server: Server, connect: Connect, content: Any, text: str) -> None:
+async def test_text_parts_of_an_answer_are_joined(server, connect, content, text):
     server.answer = lambda _body: chat_reply(content)
     assert (await connect().complete(MODEL, "hello")).text == text
 
@@ -240,9 +234,7 @@ async def test_text_parts_of_an_answer_are_joined(server: Server, connect: Conne
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
-async def test_answer_without_text_is_an_empty_move_and_no_failure(
-    server: Server, connect: Connect, message: dict[str, Any], finish_reason: str
-) -> None:
+async def test_answer_without_text_is_an_empty_move_and_no_failure(server, connect, message, finish_reason):
     server.answer = lambda _body: (200, {"choices": [{"message": message, "finish_reason": finish_reason}]})
     endpoint = connect()
     for _ in range(4):  # more than the failures before a pause
@@ -251,7 +243,7 @@ async def test_answer_without_text_is_an_empty_move_and_no_failure(
     assert endpoint.failures == 0 and endpoint.can_play(MODEL)
 
 
-async def test_game_in_which_the_model_refuses_to_move_is_lost(server: Server, connect: Connect) -> None:
+async def test_game_in_which_the_model_refuses_to_move_is_lost(server, connect):
     server.answer = lambda _body: chat_reply(None)
     env = EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent=MODEL)
     record = new_record(new_game(env, [AGENT.model, AGENT.model], 0, "eval", 1))
@@ -276,7 +268,7 @@ VALID = json.dumps(chat_reply("4")[1]["choices"][0])
     ],
     ids=["empty", "one-valid", "valid", "parts", "no-json", "error"],
 )
-async def test_huge_answer_fails_without_blocking_the_event_loop(server: Server, connect: Connect, body: str) -> None:
+async def test_huge_answer_fails_without_blocking_the_event_loop(server, connect, body):
     content, status = body.encode(), 400 if "error" in body[:10] else 200
     assert 7_000_000 < len(content) < MAX_ANSWER_BYTES
     server.answer = lambda _body: (status, content)
@@ -296,9 +288,7 @@ async def test_huge_answer_fails_without_blocking_the_event_loop(server: Server,
         ({"location": "https://elsewhere/v1"}, (307, ENDLESS), r"https://elsewhere/v1.*opponents\.base_url"),
     ],
 )  # fmt: skip
-async def test_endless_compressed_and_redirected_answers_are_refused_once(
-    server: Server, connect: Connect, keys: dict[str, Any], answer: Any, says: str
-) -> None:
+async def test_endless_compressed_and_redirected_answers_are_refused_once(server, connect, keys, answer, says):
     for name, value in keys.items():
         setattr(server, name, value)
     server.answer = lambda _body: answer
@@ -308,9 +298,7 @@ async def test_endless_compressed_and_redirected_answers_are_refused_once(
     assert server.accepted == ["identity"]
 
 
-async def test_long_reply_loses_its_middle_with_a_note(
-    server: Server, connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_long_reply_loses_its_middle_with_a_note(server, connect, caplog):
     server.answer = lambda _body: chat_reply("I think" + "." * 2 * MAX_TEXT_CHARS + "\\boxed{4}")
     reply = await OpenAICompatiblePlayer(connect(), AGENT, num_players=2).act("hello")
     assert reply.action == "[4]"
@@ -328,9 +316,7 @@ async def test_long_reply_loses_its_middle_with_a_note(
         (r"\u00e9", "\u00e9"),
     ],
 )  # fmt: skip
-async def test_lone_surrogate_in_an_answer_becomes_a_question_mark(
-    server: Server, connect: Connect, written: str, read: str
-) -> None:
+async def test_lone_surrogate_in_an_answer_becomes_a_question_mark(server, connect, written, read):
     server.answer = lambda _body: (200, json.dumps(chat_reply("TEXT")[1]).replace("TEXT", written).encode())
     assert (await connect().complete(MODEL, "hello")).text == read
 
@@ -339,17 +325,13 @@ async def test_lone_surrogate_in_an_answer_becomes_a_question_mark(
     ("finish_reason", "is_cut_off"),
     [("length", True), ("content_filter", True), ("stop", False), ("eos_token", False), (None, False), ({}, False)],
 )
-async def test_truncated_answer_is_marked(
-    server: Server, connect: Connect, finish_reason: Any, is_cut_off: bool
-) -> None:
+async def test_truncated_answer_is_marked(server, connect, finish_reason, is_cut_off):
     server.answer = lambda _body: chat_reply("\\boxed{4}", finish_reason)
     reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
     assert (reply.text, reply.is_cut_off) == ("\\boxed{4}", is_cut_off)
 
 
-async def test_key_appears_in_no_error_and_no_log(
-    server: Server, connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_key_appears_in_no_error_and_no_log(server, connect, caplog):
     caplog.set_level(logging.DEBUG)
     endpoint = connect()
     answers = iter([*[(401, {"error": {"message": f"no such key: {KEY}"}})] * 3, (200, {"choices": [], "you": KEY})])
@@ -365,7 +347,7 @@ async def test_key_appears_in_no_error_and_no_log(
     assert KEY not in str(endpoint.reported)  # type: ignore[attr-defined]
 
 
-async def test_concurrent_requests_are_limited(server: Server, connect: Connect) -> None:
+async def test_concurrent_requests_are_limited(server, connect):
     server.answer = lambda _body: time.sleep(0.02) or chat_reply("[1]")
     endpoint = connect(max_concurrent_requests=3)
     await asyncio.gather(*(endpoint.complete(MODEL, str(n)) for n in range(20)))
@@ -374,9 +356,7 @@ async def test_concurrent_requests_are_limited(server: Server, connect: Connect)
 
 
 @pytest.mark.parametrize("limit", [{"max_requests": 3}, {"max_total_tokens": 250}])
-async def test_spending_limits_are_reached_and_never_exceeded(
-    server: Server, connect: Connect, limit: dict[str, Any]
-) -> None:
+async def test_spending_limits_are_reached_and_never_exceeded(server, connect, limit):
     endpoint = connect(**limit)
     for _ in range(3):
         assert endpoint.can_play(MODEL)
@@ -405,14 +385,14 @@ async def test_spending_limits_are_reached_and_never_exceeded(
         ),
     ],
 )
-async def test_endpoint_without_plausible_usage_is_not_free(server: Server, connect: Connect, usage: Any) -> None:
+async def test_endpoint_without_plausible_usage_is_not_free(server, connect, usage):
     server.answer = lambda _body: chat_reply("x" * 300, usage=usage)
     endpoint = connect()
     await endpoint.complete(MODEL, "y" * 600)
     assert 250 < endpoint.budget.num_tokens < 400
 
 
-async def test_repeatedly_failing_model_is_paused_probed_and_resumed(server: Server, connect: Connect) -> None:
+async def test_repeatedly_failing_model_is_paused_probed_and_resumed(server, connect):
     endpoint = connect(pauses=(0.2, 0.3))
 
     async def expect_failure(model: str = MODEL) -> None:
@@ -443,9 +423,7 @@ async def test_repeatedly_failing_model_is_paused_probed_and_resumed(server: Ser
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST"])
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://nowhere:1", "nonsense"])
-async def test_server_on_this_machine_is_reached_past_a_proxy(
-    server: Server, monkeypatch: pytest.MonkeyPatch, proxy: str, host: str
-) -> None:
+async def test_server_on_this_machine_is_reached_past_a_proxy(server, monkeypatch, proxy, host):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy)
     for name in ("no_proxy", "NO_PROXY"):
@@ -456,7 +434,7 @@ async def test_server_on_this_machine_is_reached_past_a_proxy(
     await endpoint.close()
 
 
-async def test_connection_error_names_the_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_error_names_the_proxy_without_its_password(monkeypatch):
     with serving() as gone:
         port = gone.url.removesuffix("/v1").rpartition(":")[2]
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
@@ -472,7 +450,7 @@ async def test_connection_error_names_the_proxy_without_its_password(monkeypatch
 
 
 @pytest.mark.parametrize("proxy", ["nonsense://me:hunter2@nowhere:1", "http://me:hunter2@nowhere:port"])
-def test_unusable_proxy_is_a_config_error(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+def test_unusable_proxy_is_a_config_error(monkeypatch, proxy):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(ConfigError, match="proxy") as caught:
@@ -489,11 +467,11 @@ def test_unusable_proxy_is_a_config_error(monkeypatch: pytest.MonkeyPatch, proxy
         ("http://gpu-node-7:8000", False), ("http://localhost@evil/v1", False), ("http://[fe80::1]/v1", False),
     ],
 )  # fmt: skip
-def test_only_this_machine_is_loopback(url: str, is_near: bool) -> None:
+def test_only_this_machine_is_loopback(url, is_near):
     assert is_loopback(url) is is_near
 
 
-def test_openrouter_gets_its_own_key_and_others_the_openai_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openrouter_gets_its_own_key_and_others_the_openai_key(monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.setenv("OPENROUTER_API_KEY", "for openrouter")
     monkeypatch.setenv("OPENAI_API_KEY", "for others")
@@ -510,7 +488,7 @@ def test_openrouter_gets_its_own_key_and_others_the_openai_key(monkeypatch: pyte
     assert endpoint_url("https://configured.example.com") == "https://configured.example.com"
 
 
-async def test_waiting_request_is_dropped_when_its_model_is_paused(server: Server, connect: Connect) -> None:
+async def test_waiting_request_is_dropped_when_its_model_is_paused(server, connect):
     server.answer = lambda _body: time.sleep(0.5) or chat_reply("late")
     endpoint = connect(timeout_s=0.1, max_concurrent_requests=1, pauses=(60, 600))
     requests = [endpoint.complete(MODEL, "hello") for _ in range(12)]

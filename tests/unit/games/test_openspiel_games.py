@@ -27,7 +27,7 @@ def cards(env_id: str, seed: int, actions: random.Random) -> set[str]:
     return seen
 
 
-def test_chance_follows_from_the_seed_for_all_actions() -> None:
+def test_chance_follows_from_the_seed_for_all_actions():
     for seed in range(20):
         dealt = [cards(LEDUC, seed, random.Random(player)) for player in range(10)]
         longest = max(dealt, key=len)
@@ -35,7 +35,7 @@ def test_chance_follows_from_the_seed_for_all_actions() -> None:
     assert len({frozenset(cards(LEDUC, seed, random.Random(0))) for seed in range(30)}) > 10
 
 
-def test_global_random_stream_is_neither_read_nor_changed() -> None:
+def test_global_random_stream_is_neither_read_nor_changed():
     random.seed(1)
     before = random.getstate()
     first = cards(LEDUC, 7, random.Random(0))
@@ -44,13 +44,13 @@ def test_global_random_stream_is_neither_read_nor_changed() -> None:
     assert cards(LEDUC, 7, random.Random(0)) == first
 
 
-def test_deals_are_uniform() -> None:
+def test_deals_are_uniform():
     counts = Counter(tuple(OpenSpielGame(KUHN, 2, seed).position[0].history()) for seed in range(3000))
     assert len(counts) == 6
     assert all(400 < count < 600 for count in counts.values())
 
 
-def test_rewards_are_utilities_times_the_scale() -> None:
+def test_rewards_are_utilities_times_the_scale():
     for scale, expected in ((None, 1.0), (0.25, 0.5), (3.0, 6.0)):
         game = OpenSpielGame(KUHN, 2, 0, scale)
         assert game.play("[bet]") is not None
@@ -71,9 +71,7 @@ def test_rewards_are_utilities_times_the_scale() -> None:
         ("openspiel:first_sealed_auction", 2, [], [0, 0]),
     ],
 )
-def test_illegal_answer_ends_the_game_at_the_lowest_utility(
-    env_id: str, num_players: int, legal: list[str], utilities: list[float]
-) -> None:
+def test_illegal_answer_ends_the_game_at_the_lowest_utility(env_id, num_players, legal, utilities):
     game = OpenSpielGame(env_id, num_players, 0)
     for action in legal:
         assert game.play(action) is not None
@@ -88,7 +86,7 @@ def test_illegal_answer_ends_the_game_at_the_lowest_utility(
     assert all(abs(reward) <= 1 for reward in rewards.values())
 
 
-def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown() -> None:
+def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown():
     env_id = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
     shown = set()
     for bid in "1234":
@@ -103,14 +101,14 @@ def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown() -> None
     assert len(shown) == 1
 
 
-def test_partners_win_together_and_equal_rewards_draw() -> None:
+def test_partners_win_together_and_equal_rewards_draw():
     assert OpenSpielGame("openspiel:euchre", 4, 0).teams == {0: "0", 1: "1", 2: "0", 3: "1"}
     assert OpenSpielGame("openspiel:tiny_hanabi", 2, 0).teams == {0: "all", 1: "all"}
     assert OpenSpielGame(KUHN, 2, 0).teams is None
     assert outcomes_from_rewards({0: 1.0, 1: -1.0, 2: 1.0, 3: -1.0}, has_teams=True)[2] == "win"
 
 
-def test_truncated_games_pay_nothing_except_alone() -> None:
+def test_truncated_games_pay_nothing_except_alone():
     assert OpenSpielGame(KUHN, 2, 0).rewards_so_far() == {0: 0.0, 1: 0.0}
     alone, rng = OpenSpielGame("openspiel:2048", 1, 0, reward_scale=1.0), random.Random(0)
     for _ in range(50):
@@ -118,7 +116,7 @@ def test_truncated_games_pay_nothing_except_alone() -> None:
     assert alone.rewards_so_far()[0] > 0
 
 
-def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyspiel", None)
     load_game.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'unstable-lite\[openspiel\]'"):
@@ -127,7 +125,7 @@ def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
     assert "pip install" in str(probe("openspiel:kuhn_poker(players=5)", 5).problem)
 
 
-def test_envs_are_listed_with_players_and_remark() -> None:
+def test_envs_are_listed_with_players_and_remark():
     assert "leave it out" in str(probe(KUHN, 2, "board").problem), "OpenSpiel has one text"
     rows = {env_id: (players, remark) for env_id, players, remark in describe_envs()}
     assert rows[KUHN] == ("2-10, by its parameter", "hidden information, chance, with rules text")
@@ -137,7 +135,7 @@ def test_envs_are_listed_with_players_and_remark() -> None:
     assert "textarena/envs/KuhnPoker/env.py, line 34" in rows["KuhnPoker-v0-train"][1]
 
 
-def test_line_of_textarena_that_is_cited_sets_the_whole_pot() -> None:
+def test_line_of_textarena_that_is_cited_sets_the_whole_pot():
     source = source_text("KuhnPoker-v0-train")
     assert source.splitlines()[33].strip() == 'self.state.game_state["pot"] = self.ante * 2'
     assert source.count('["pot"] =') == 1

@@ -46,13 +46,11 @@ def rewards(env_id: str, names: tuple[str, str], games: int) -> list[float]:
         ("openspiel:connect_four", 200, "mcts:10", 20, 8),
     ],
 )  # fmt: skip
-def test_tree_search_beats_random_play_and_fewer_playouts(
-    env_id: str, playouts: int, opponent: str, games: int, least: int
-) -> None:
+def test_tree_search_beats_random_play_and_fewer_playouts(env_id, playouts, opponent, games, least):
     assert sum(rewards(env_id, (f"scripted:mcts:{playouts}", f"scripted:{opponent}"), games)) >= least
 
 
-def test_tree_search_with_the_same_seed_makes_the_same_moves() -> None:
+def test_tree_search_with_the_same_seed_makes_the_same_moves():
     games = [rewards("openspiel:connect_four", ("scripted:mcts:20", "scripted:mcts:20"), games=4) for _ in range(2)]
     assert games[0] == games[1]
     observation = OpenSpielGame("openspiel:connect_four", 2, 0).observe()[1]
@@ -60,7 +58,7 @@ def test_tree_search_with_the_same_seed_makes_the_same_moves() -> None:
     assert len(first) > 1
 
 
-def test_tree_search_finds_a_state_that_it_did_not_play_itself() -> None:
+def test_tree_search_finds_a_state_that_it_did_not_play_itself():
     game = OpenSpielGame("openspiel:tic_tac_toe", 2, 0)
     for action in ("[0]", "[4]", "[1]", "[3]"):
         game.step(action)
@@ -68,7 +66,7 @@ def test_tree_search_finds_a_state_that_it_did_not_play_itself() -> None:
 
 
 @pytest.mark.parametrize("env_id", [KUHN, GOOFSPIEL, "openspiel:matrix_brps", "openspiel:liars_dice(dice_sides=3)"])
-def test_best_response_to_the_equilibrium_player_gains_next_to_nothing(env_id: str) -> None:
+def test_best_response_to_the_equilibrium_player_gains_next_to_nothing(env_id):
     tree, choices = flatten(env_id), {text: dict(choice) for text, choice in solved(env_id).items()}
     policy = [np.array([choices[s.observation].get(f"[{a}]", 0.0) for a in s.actions]) for s in tree.states]
     assert tree.exploitability(policy) < 0.01 * load_game(env_id).max_utility()
@@ -96,7 +94,7 @@ def test_best_response_to_the_equilibrium_player_gains_next_to_nothing(env_id: s
         ("scripted:greedy", "openspiel:tic_tac_toe", "no greedy player"),
     ],
 )
-def test_player_that_cannot_play_a_game_is_refused_by_name(name: str, env_id: str, says: str) -> None:
+def test_player_that_cannot_play_a_game_is_refused_by_name(name, env_id, says):
     observation = (
         OpenSpielGame(env_id, load_game(env_id).num_players(), 0).observe()[1] if "openspiel" in env_id else ""
     )
@@ -111,6 +109,6 @@ def test_player_that_cannot_play_a_game_is_refused_by_name(name: str, env_id: st
         ("scripted:blind-random", KUHN),
     ],
 )  # fmt: skip
-def test_player_that_can_play_has_no_problem(name: str, env_id: str) -> None:
+def test_player_that_can_play_has_no_problem(name, env_id):
     assert opponent_problem(name, env_id, OpenSpielGame(env_id, 2, 0).observe()[1]) is None
     assert not is_remote(ModelRef(uid=name, kind="fixed", name=name))

@@ -99,7 +99,7 @@ def sampled_decisions(game: Any, games: int = 150) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("env_id", [*ENUMERATED, *SAMPLED])
-def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(env_id: str) -> None:
+def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(env_id):
     prompts_of, told_by = defaultdict[tuple[int, str], set[str]](set), defaultdict[str, set[tuple[int, str]]](set)
     decisions = (all_decisions if env_id in ENUMERATED else sampled_decisions)(load_game(env_id))
     for state in decisions:
@@ -113,7 +113,7 @@ def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(e
 
 
 @pytest.mark.parametrize("env_id", [GOOFSPIEL, "openspiel:matrix_rps", "openspiel:matrix_brps", "openspiel:matrix_mp"])
-def test_turn_based_form_has_the_prompts_of_the_simultaneous_one(env_id: str) -> None:
+def test_turn_based_form_has_the_prompts_of_the_simultaneous_one(env_id):
     game = load_game(env_id)
     waiting, checked = [(game.new_initial_state(), pyspiel.convert_to_turn_based(game).new_initial_state())], 0
     while waiting:
@@ -140,7 +140,7 @@ PLAYABLE = [kind.short_name for kind in pyspiel.registered_games() if why_unplay
 
 
 @pytest.mark.parametrize("name", PLAYABLE)
-def test_prompt_of_every_playable_game_lists_its_actions_by_different_names(name: str) -> None:
+def test_prompt_of_every_playable_game_lists_its_actions_by_different_names(name):
     for number, state in enumerate(sampled_decisions(load_game(f"openspiel:{name}"), games=1)):
         if number == 40:
             return
@@ -153,12 +153,12 @@ def test_prompt_of_every_playable_game_lists_its_actions_by_different_names(name
             assert all(read_action(f"[{name}]", names) == name for name in names)
 
 
-def test_most_games_of_openspiel_are_playable() -> None:
+def test_most_games_of_openspiel_are_playable():
     assert len(PLAYABLE) == 91, "docs/games.md and `envs` state the number"
 
 
 @pytest.mark.parametrize("env_id", LISTED)
-def test_random_positions_of_listed_games_have_short_prompts(env_id: str) -> None:
+def test_random_positions_of_listed_games_have_short_prompts(env_id):
     observations = list(random_observations(env_id, games=5))
     assert observations == list(random_observations(env_id, games=5))
     assert all(len(text) < 600 for text in observations)
@@ -167,7 +167,7 @@ def test_random_positions_of_listed_games_have_short_prompts(env_id: str) -> Non
         assert legal_actions(env_id, text)
 
 
-def test_a_prompt_of_kuhn_poker_reads_like_this() -> None:
+def test_a_prompt_of_kuhn_poker_reads_like_this():
     state = load_game("openspiel:kuhn_poker").new_initial_state()
     for action in (1, 2, 0, 1):
         state.apply_action(action)
@@ -178,7 +178,7 @@ def test_a_prompt_of_kuhn_poker_reads_like_this() -> None:
     )
 
 
-def test_payoffs_of_a_matrix_game_are_those_of_the_seat() -> None:
+def test_payoffs_of_a_matrix_game_are_those_of_the_seat():
     state = load_game("openspiel:matrix_mp").new_initial_state()
     assert "heads: 1 against heads, -1 against tails" in prompt(state, 0)
     assert "heads: -1 against heads, 1 against tails" in prompt(state, 1)
@@ -200,7 +200,7 @@ def test_payoffs_of_a_matrix_game_are_those_of_the_seat() -> None:
         ("openspiel:breakthrough(columns=4,rows=5)", "Breakthrough (columns=4,rows=5)"),
     ],
 )
-def test_rules_follow_the_parameters(env_id: str, says: str) -> None:
+def test_rules_follow_the_parameters(env_id, says):
     assert says in next(iter(prompt(state, acting(state)[0]) for state in sampled_decisions(load_game(env_id))))
 
 
@@ -212,11 +212,11 @@ def test_rules_follow_the_parameters(env_id: str, says: str) -> None:
         ("[fold] [call]", None), ("", None), ("[]", None),
     ],
 )  # fmt: skip
-def test_actions_are_read_by_name(answer: str, name: str | None) -> None:
+def test_actions_are_read_by_name(answer, name):
     assert read_action(answer, ["fold", "raise", "Bid: 1, 2"]) == name
 
 
-def test_names_that_differ_only_in_case_or_spaces_must_be_exact() -> None:
+def test_names_that_differ_only_in_case_or_spaces_must_be_exact():
     assert read_action("[Bxc3]", ["Bxc3", "bxc3"]) == "Bxc3"
     assert read_action("[BXC3]", ["Bxc3", "bxc3"]) is None
     assert read_action("[1 11]", ["1 11", "11 1"]) == "1 11"
@@ -280,7 +280,7 @@ def faults_of(name: str, playouts: int, most_moves: int = 30) -> set[str]:
 
 
 @pytest.mark.nightly
-def test_prompts_hold_what_their_seat_saw_and_did() -> None:
+def test_prompts_hold_what_their_seat_saw_and_did():
     known = {name for name in hidden_games() if information_fault(PREFIX + name) is not None}
     most = {name: 24 if name in SLOW else 240 for name in hidden_games()}
     found = {name: faults_of(name, max(60, number) if name in known else number) for name, number in most.items()}
@@ -290,11 +290,11 @@ def test_prompts_hold_what_their_seat_saw_and_did() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RARE)
-def test_rare_fault_of_a_prompt_is_still_there(name: str) -> None:
+def test_rare_fault_of_a_prompt_is_still_there(name):
     assert faults_of(name, RARE[name]) == {"forgets"}
 
 
-def test_game_with_a_faulty_prompt_is_remarked_and_has_no_exact_value() -> None:
+def test_game_with_a_faulty_prompt_is_remarked_and_has_no_exact_value():
     env_id = "openspiel:dark_hex(num_rows=2,num_cols=2)"
     remarks = {name: remark for name, _, remark in describe_envs()}
     assert all(text in remarks[PREFIX + name] for name, text in INFORMATION_FAULTS.items())

@@ -61,7 +61,7 @@ def write(directory: Path, lines: list[Any], name: str = "sums") -> str:
         (r"\frac{\sqrt3}{2}", r"\dfrac{\sqrt{3}}{2}"),
     ],
 )  # fmt: skip
-def test_answers_that_mean_the_same_are_right(answer: str, expected: str) -> None:
+def test_answers_that_mean_the_same_are_right(answer, expected):
     assert is_right(answer, expected)
 
 
@@ -86,11 +86,11 @@ def test_answers_that_mean_the_same_are_right(answer: str, expected: str) -> Non
         ("f(x)", "fx"), ("(AB)", "AB"), (r"\text{not }5", "5"), (r"\text{yes}", "no"), ("2 3", "23"), ("4 1/2", "4.12"),
     ],
 )  # fmt: skip
-def test_answers_that_differ_are_wrong(answer: str, expected: str) -> None:
+def test_answers_that_differ_are_wrong(answer, expected):
     assert not is_right(answer, expected)
 
 
-def test_a_file_has_texts_numbers_and_ids(tmp_path: Path) -> None:
+def test_a_file_has_texts_numbers_and_ids(tmp_path):
     lines = [
         {"question": "a\u2028b", "answer": 0.1}, {"question": "c", "answer": 1e22, "id": 7},
         {"question": "d", "answer": "x", "id": "seven"}, {"question": "e", "answer": 10**30},
@@ -130,14 +130,14 @@ def test_a_file_has_texts_numbers_and_ids(tmp_path: Path) -> None:
         (b"x\n" * 10, "; 7 more lines are invalid; write a question a line"),
     ],
 )
-def test_bad_file_is_refused_with_file_and_line(tmp_path: Path, content: bytes, says: str) -> None:
+def test_bad_file_is_refused_with_file_and_line(tmp_path, content, says):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     problem = probe(f"questions:{path}", 1).problem
     assert problem is not None and says in problem and str(path) in problem
 
 
-def test_what_is_not_a_readable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_readable_file_is_refused(tmp_path, monkeypatch):
     def problem(name: str) -> str:
         return str(probe(f"questions:{tmp_path / name}", 1).problem)
 
@@ -150,7 +150,7 @@ def test_what_is_not_a_readable_file_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "split the file" in problem("large.jsonl")
 
 
-def test_settings_of_other_envs_are_refused(tmp_path: Path) -> None:
+def test_settings_of_other_envs_are_refused(tmp_path):
     env_id = write(tmp_path, SUMS)
     assert probe(env_id, 1).problem is None
     assert "set num_players = 1" in str(probe(env_id, 2).problem)
@@ -160,7 +160,7 @@ def test_settings_of_other_envs_are_refused(tmp_path: Path) -> None:
         start_environment(env_id, 2, 0)
 
 
-def test_envs_lists_the_form_of_questions() -> None:
+def test_envs_lists_the_form_of_questions():
     assert ("questions:PATH.jsonl", "1") in [row[:2] for row in describe_envs()]
     assert env_family("questions:/a/Poker-v0.jsonl") == "questions:/a/Poker-v0.jsonl", "no family of TextArena"
 
@@ -192,9 +192,7 @@ async def ask(
         (r"<think>\boxed{4}", 0.0, False), (r"\boxed{4}<think>but", 0.0, False), ("", 0.0, False),
     ],
 )  # fmt: skip
-async def test_only_the_last_box_outside_thinking_is_the_answer(
-    tmp_path: Path, text: str, reward: float, is_answered: bool
-) -> None:
+async def test_only_the_last_box_outside_thinking_is_the_answer(tmp_path, text, reward, is_answered):
     record = await ask(env_of(write(tmp_path, SUMS)), text, seed=5)
     assert record.turns[0].observation == "2 + 2?"
     assert (record.rewards, record.outcomes) == ({0: reward}, {0: "win" if reward else "loss"})
@@ -202,7 +200,7 @@ async def test_only_the_last_box_outside_thinking_is_the_answer(
     assert record.turns[0].format_ok is is_answered
 
 
-async def test_custom_extraction_is_kept_and_a_box_in_opened_thinking_does_not_count(tmp_path: Path) -> None:
+async def test_custom_extraction_is_kept_and_a_box_in_opened_thinking_does_not_count(tmp_path):
     env, template = env_of(write(tmp_path, SUMS)), TEMPLATES["default-think"]
     assert (await ask(env, r"\boxed{4}", 5, template)).invalid_pids == (0,)
     assert (await ask(env, r"so \boxed{5}</think>\boxed{4}", 5, template)).rewards == {0: 1.0}
@@ -214,13 +212,13 @@ def whole(text: str) -> tuple[str, bool]:
     return text, True
 
 
-async def test_no_answer_is_never_right(tmp_path: Path) -> None:
+async def test_no_answer_is_never_right(tmp_path):
     env = env_of(write(tmp_path, [{"question": "Sign of the dollar?", "answer": "$"}]))
     assert (await ask(env, "", 1)).rewards == {0: 0.0}
     assert (await ask(env, r"\boxed{$}", 1)).rewards == {0: 1.0}
 
 
-def test_missing_answer_is_asked_for_again_if_allowed(tmp_path: Path) -> None:
+def test_missing_answer_is_asked_for_again_if_allowed(tmp_path):
     game = start_environment(write(tmp_path, SUMS), 1, 5, error_allowance=1)
     turn = game.play("")
     assert turn is not None and "Answer again" in turn[1] and game.was_invalid
@@ -228,14 +226,14 @@ def test_missing_answer_is_asked_for_again_if_allowed(tmp_path: Path) -> None:
     assert game.close()[0] == {0: 1.0}
 
 
-def test_training_games_choose_the_question_by_the_seed(tmp_path: Path) -> None:
+def test_training_games_choose_the_question_by_the_seed(tmp_path):
     env_id = write(tmp_path, SUMS)
     env = TrainEnvSpec(env_id=env_id, num_players=1, num_actors=1)
     asked = {environment_of(env, seed).observe()[1] for seed in range(0, 40, 2)}
     assert asked == {line["question"] for line in SUMS}
 
 
-async def test_results_are_shares_with_intervals(tmp_path: Path) -> None:
+async def test_results_are_shares_with_intervals(tmp_path):
     env = env_of(write(tmp_path, SUMS))
     replies = [r"\boxed{0}", r"\boxed{2}", "4", r"\boxed{7}", r"\boxed{8}"]
     records = [await ask(env, text, 2 * number + 1) for number, text in enumerate(replies)]
@@ -249,17 +247,17 @@ async def test_results_are_shares_with_intervals(tmp_path: Path) -> None:
     assert "1 without an answer in a box" in text and "sums.jsonl" in text
 
 
-def test_length_of_a_question_is_known_before_a_run() -> None:
+def test_length_of_a_question_is_known_before_a_run():
     env = TrainEnvSpec(env_id="questions:examples/arithmetic.jsonl", num_players=1, num_actors=1)
     assert trial(env).lengths == (1,)
 
 
-def test_path_that_would_divide_the_key_of_a_result_is_refused() -> None:
+def test_path_that_would_divide_the_key_of_a_result_is_refused():
     with pytest.raises(ValueError, match="without"):
         canonical_env_id("questions:a | b.jsonl")
 
 
-def test_question_template_has_the_question_and_no_words_of_games() -> None:
+def test_question_template_has_the_question_and_no_words_of_games():
     message = known_templates({})["question"]
     text = message.message("2 + 2?", 1)  # type: ignore[union-attr]
     assert text.startswith("2 + 2?") and r"\boxed{}" in text and "game" not in text

@@ -78,14 +78,14 @@ class Answers:
         return "[4]"
 
 
-async def test_opponent_without_a_reply_ends_the_run_and_not_the_env() -> None:
+async def test_opponent_without_a_reply_ends_the_run_and_not_the_env():
     answers = ModelRef(uid="fixed-answers", kind="fixed", name=f"{__name__}:Answers")
     runner = GameRunner(PlayerFactory(first_legal_cell), RunConfig())
     with pytest.raises(ConfigError, match=r"Answers\.act .*Reply.*'\[4\]'"):
         await runner.play(tictactoe(answers, POLICY))
 
 
-async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps() -> None:
+async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps():
     record = await played(tictactoe(POLICY, RANDOM))
     assert [turn.pid for turn in record.turns] == [index % 2 for index in range(len(record.turns))]
     assert [trajectory.pid for trajectory in record.trajectories] == [0]
@@ -95,7 +95,7 @@ async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps()
     assert record.trajectories[0].num_turns == len(record.turns)
 
 
-async def test_step_holds_the_formatted_prompt_and_the_sampled_tokens() -> None:
+async def test_step_holds_the_formatted_prompt_and_the_sampled_tokens():
     record = await played(tictactoe(POLICY, POLICY))
     for trajectory in record.trajectories:
         own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
@@ -107,7 +107,7 @@ async def test_step_holds_the_formatted_prompt_and_the_sampled_tokens() -> None:
             assert step.generation.adapter_version == 3
 
 
-async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
+async def test_steps_know_turn_opponents_and_the_end_of_the_game():
     past = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
     kinds = {}
     for opponent in (RANDOM, past, POLICY):
@@ -127,7 +127,7 @@ async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
     assert kinds == {"fixed-scripted:random": "scripted", "ckpt-1": "checkpoint", "ckpt-3": "mirror"}
 
 
-async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
+async def test_context_marks_truncated_answers_and_invalid_moves():
     record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "\\boxed{4}", "length"))
     (first,), (second,) = (trajectory.steps for trajectory in record.trajectories)
     assert (first.context.is_invalid, second.context.is_invalid) == (False, True)
@@ -136,7 +136,7 @@ async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
     assert first.context.end == second.context.end == "invalid"
 
 
-async def test_invalid_move_is_marked_only_on_its_players_last_step() -> None:
+async def test_invalid_move_is_marked_only_on_its_players_last_step():
     record = await played(tictactoe(POLICY, RANDOM), saying(lambda *_: "no box here" * 1000))
     assert len(record.turns[0].action) == 2000 < len(record.turns[0].text), "the env gets no endless answer"
     (step,) = record.trajectories[0].steps
@@ -152,7 +152,7 @@ def marked(record: GameRecord) -> list[tuple[int, int]]:
     return [(pid, step.step_info["turn"]) for step, pid in steps if step.format_feedback["invalid_move"]]
 
 
-async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game() -> None:
+async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game():
     def first_is_illegal(prompt: str, turn: int) -> str:
         return f"\\boxed{{{legal_actions('LiarsDice-v0-small-train', prompt)[-1]}}}" if turn else "garbage"
 
@@ -164,7 +164,7 @@ async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game()
     assert marked(record) == [(offender, 0)]
 
 
-async def test_player_whom_the_rules_eliminated_before_the_turn_cap_is_out() -> None:
+async def test_player_whom_the_rules_eliminated_before_the_turn_cap_is_out():
     """A player without dice is out of Liar's Dice: nothing that it could still do is cut off."""
 
     def calls(prompt: str, _turn: int) -> str:
@@ -182,7 +182,7 @@ async def test_player_whom_the_rules_eliminated_before_the_turn_cap_is_out() -> 
 
 
 @pytest.mark.parametrize("env_id", ["Snake-v0-train", "Surround-v0-train"])
-def test_dead_bodies_are_eliminated(env_id: str) -> None:
+def test_dead_bodies_are_eliminated(env_id):
     env = Environment(env_id, 3, 0)
     env.observe()
     bodies = env._unwrapped.state.game_state["snakes" if "Snake" in env_id else "players"]
@@ -191,7 +191,7 @@ def test_dead_bodies_are_eliminated(env_id: str) -> None:
     assert env.eliminated == (1,)
 
 
-async def test_invalid_move_is_marked_even_if_its_player_continues() -> None:
+async def test_invalid_move_is_marked_even_if_its_player_continues():
     def every_fifth_is_illegal(prompt: str, turn: int) -> str:
         legal = "\\boxed{[draw]}" if "[draw], [take]" in prompt else "\\boxed{[discard]}"
         return legal if turn % 5 else "garbage"
@@ -211,9 +211,7 @@ async def test_invalid_move_is_marked_even_if_its_player_continues() -> None:
         ((0, 0, 0), True, ["draw"] * 3), ((0.5, 1, -1), False, ["loss", "win", "loss"]), ((0.3,), False, ["na"]),
     ],
 )  # fmt: skip
-def test_team_wins_together_and_other_ties_are_draws(
-    rewards: tuple[float, ...], has_teams: bool, outcomes: list[str]
-) -> None:
+def test_team_wins_together_and_other_ties_are_draws(rewards, has_teams, outcomes):
     assert list(outcomes_from_rewards(dict(enumerate(rewards)), has_teams).values()) == outcomes
 
 
@@ -224,14 +222,14 @@ def test_team_wins_together_and_other_ties_are_draws(
         ("LiarsDice-v0-small-train", 3, None),
     ],
 )  # fmt: skip
-def test_env_says_who_is_in_which_team(env_id: str, num_players: int, sizes: list[int] | None) -> None:
+def test_env_says_who_is_in_which_team(env_id, num_players, sizes):
     teams = Environment(env_id, num_players, 0).teams
     assert teams is None or set(teams) == set(range(num_players))
     assert (None if teams is None else sorted(Counter(teams.values()).values())) == sizes
 
 
 @pytest.mark.parametrize("names_teams", [True, False])
-async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_teams: bool) -> None:
+async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_teams):
     class Pairs(ta.Env):  # type: ignore[misc]
         """Each player moves once; then player 0 is punished."""
 
@@ -254,7 +252,7 @@ async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_
     assert list(record.outcomes.values()) == (["loss", "win"] * 2 if names_teams else ["loss", "win", "win", "win"])
 
 
-async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone() -> None:
+async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone():
     record = await played(tictactoe(POLICY, POLICY, max_turns=3))
     assert record.end == "truncated"
     assert len(record.turns) == 3
@@ -271,7 +269,7 @@ async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone
     assert record.trajectories[0].final_reward == record.rewards[0]
 
 
-async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
+async def test_full_context_is_trained_on_as_the_turn_cap_is():
     def answering(num_answers: int) -> Generates:
         def answer(prompt: str, turn: int) -> str:
             if turn >= num_answers:
@@ -293,7 +291,7 @@ async def test_full_context_is_trained_on_as_the_turn_cap_is() -> None:
     assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
 
 
-async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
+async def test_failed_game_stays_void_and_keeps_its_turns():
     def breaks(prompt: str, turn: int) -> str:
         if turn == 2:
             raise RuntimeError("no more")
@@ -317,7 +315,7 @@ async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
         ("ThreePlayerTicTacToe-v0-train", 3, "\\boxed{[0 1]}"),
     ],
 )
-async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, num_players: int, text: str) -> None:
+async def test_games_of_one_and_of_many_players_collect_every_seat(env_id, num_players, text):
     record = await played(several(env_id, num_players, seed=2), saying(lambda *_: text))
     assert set(record.rewards) == set(range(num_players))
     assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)

@@ -75,7 +75,7 @@ def true_actions(family: str, state: Any) -> set[str] | None:
 
 @pytest.mark.parametrize("suffix", ["-train", ""])
 @pytest.mark.parametrize("env_id", VARIANTS)
-def test_no_random_game_ends_by_an_invalid_move(env_id: str, suffix: str) -> None:
+def test_no_random_game_ends_by_an_invalid_move(env_id, suffix):
     family = env_id.partition("-v0")[0]
     listed: set[str] = set()
     chosen: set[str] = set()
@@ -94,11 +94,11 @@ def test_no_random_game_ends_by_an_invalid_move(env_id: str, suffix: str) -> Non
         assert chosen == listed
 
 
-def test_every_family_has_a_variant_under_test() -> None:
+def test_every_family_has_a_variant_under_test():
     assert {env_id.partition("-v0")[0] for env_id in VARIANTS} == set(LEGAL_ACTIONS)
 
 
-def test_all_legal_actions_are_equally_likely() -> None:
+def test_all_legal_actions_are_equally_likely():
     observation = "Current Pile:\n  pile 0: 0\n  pile 1: 2\n  pile 2: 2"
     rng = random.Random(0)
     drawn = [random_legal_action("Nim-v0-train", observation, rng) for _ in range(4000)]
@@ -107,7 +107,7 @@ def test_all_legal_actions_are_equally_likely() -> None:
     assert all(900 < count < 1100 for count in counts.values()), counts
 
 
-def test_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
+def test_bid_of_all_dice_leaves_only_a_higher_face_or_the_call():
     observation = (
         "\nNew round - Remaining dice: \tPlayer 0: 1; \tPlayer 1: 2"
         "\nYour current Dice are: 3, 4\n Player 0 bids 3 of face 5."
@@ -116,12 +116,12 @@ def test_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
     assert legal_actions("LiarsDice-v0", f"{observation}\n Player 1 bids 9 of face 6.") == ["[Call]"]
 
 
-def test_unknown_env_is_named_with_the_supported_ones() -> None:
+def test_unknown_env_is_named_with_the_supported_ones():
     with pytest.raises(UnsupportedEnvError, match=rf"Chess-v0-train.*{', '.join(LEGAL_ACTIONS)}"):
         legal_actions("Chess-v0-train", "a board")
 
 
 @pytest.mark.parametrize("family", sorted(LEGAL_ACTIONS.keys() - {"IteratedRockPaperScissors"}))
-def test_text_of_another_env_is_an_error_not_a_guess(family: str) -> None:
+def test_text_of_another_env_is_an_error_not_a_guess(family):
     with pytest.raises(EnvError):
         random_legal_action(f"{family}-v0-train", "Once upon a time", random.Random(0))

@@ -56,7 +56,7 @@ async def no_engine(*_: object) -> None:
     raise AssertionError
 
 
-async def test_custom_opponent_class_plays_a_game() -> None:
+async def test_custom_opponent_class_plays_a_game():
     name = f"{__name__}:FirstCell"
     spec = game_between(name, "scripted:optimal", env_id="TicTacToe-v0-train", seed=8)
     record = new_record(spec)
@@ -71,7 +71,7 @@ async def test_custom_opponent_class_plays_a_game() -> None:
 
 
 @pytest.mark.parametrize("seat", [0, 1])
-async def test_random_players_actions_are_independent_of_the_dealt_card(seat: int) -> None:
+async def test_random_players_actions_are_independent_of_the_dealt_card(seat):
     bets: dict[str, list[bool]] = {"J": [], "Q": [], "K": []}
     async with PlayerFactory(no_engine) as seats:  # type: ignore[arg-type]
         for seed in range(0, 1200, 2):
@@ -91,7 +91,7 @@ async def test_random_players_actions_are_independent_of_the_dealt_card(seat: in
 
 
 @pytest.mark.parametrize("name", [*LOOKING_PLAYERS, f"{__name__}:FirstCell"])
-def test_playable_opponent_has_no_problem(name: str) -> None:
+def test_playable_opponent_has_no_problem(name):
     assert problem(name) is None
     assert not is_remote(fixed(name))
 
@@ -108,19 +108,19 @@ def test_playable_opponent_has_no_problem(name: str) -> None:
         (f"{__name__}:MakesNothing", "__init__(self, env_id: str, seed: int)"),
     ],
 )
-def test_opponent_that_cannot_be_made_says_why(name: str, says: str) -> None:
+def test_opponent_that_cannot_be_made_says_why(name, says):
     assert says in str(problem(name))
 
 
 @pytest.mark.parametrize("name", LOOKING_PLAYERS)
-def test_scripted_opponent_in_an_unreadable_env_says_so(name: str) -> None:
+def test_scripted_opponent_in_an_unreadable_env_says_so(name):
     assert "'SimpleNegotiation-v0-train'" in str(problem(name, "SimpleNegotiation-v0-train"))
     says = "'Nim-v0-train'" if name == "scripted:greedy" else "Current Pile"
     assert says in str(problem(name, "Nim-v0-train")), "a variant with another text"
 
 
 @pytest.mark.parametrize("name", ["vendor/model", "vendor/model:free", "gpt-4o", "llama3:8b", "qwen3:latest"])
-def test_other_names_are_endpoint_models_and_need_a_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_are_endpoint_models_and_need_a_key(name, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "for others")
     for variable in ("OPENROUTER_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,7 +280,7 @@ def recorded_template(config: Config, prompts: dict[str, Any]) -> Template:
     return templates_for(config, prompts)["mine"]
 
 
-def test_prompts_of_the_first_start_outlive_the_day(tmp_path: Path) -> None:
+def test_prompts_of_the_first_start_outlive_the_day(tmp_path):
     config = chat_config("mine", MINE)
     first = recorded_template(config, recorded_prompts(config, facts("Monday"), tmp_path, is_own=True))
     for is_own in (False, True):
@@ -292,7 +291,7 @@ def test_prompts_of_the_first_start_outlive_the_day(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / FILE).read_text())) == {"mine"}
 
 
-def test_only_the_run_itself_writes_its_templates(tmp_path: Path) -> None:
+def test_only_the_run_itself_writes_its_templates(tmp_path):
     config = chat_config("mine", MINE)
     assert recorded_prompts(config, facts("Monday"), tmp_path)["chats"] == facts("Monday")["chats"]
     assert recorded_prompts(config, facts("Monday"), None) == facts("Monday")
@@ -303,7 +302,7 @@ def test_only_the_run_itself_writes_its_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"user": "Look: {observation}"}, {"system": "Be long."}, {"thinking": False}])
-def test_changed_messages_are_laid_out_and_recorded_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_changed_messages_are_laid_out_and_recorded_again(tmp_path, changes):
     recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path, is_own=True)
     for date in ("Tuesday", "Wednesday"):
         made = recorded_template(
@@ -313,7 +312,7 @@ def test_changed_messages_are_laid_out_and_recorded_again(tmp_path: Path, change
         assert made.text.startswith("Tuesday")
 
 
-def test_templates_of_another_person_are_text_and_no_program(tmp_path: Path) -> None:
+def test_templates_of_another_person_are_text_and_no_program(tmp_path):
     config, text = chat_config("mine", MINE), "{{ 7 * 7 }}{% include 'x' %}{observation}{0.__class__}%s${HOME}{game}"
     recorded_prompts(config, {"chats": {"mine": [text, []]}}, tmp_path, is_own=True)
     made = recorded_template(config, recorded_prompts(config, facts("Monday"), tmp_path))
@@ -332,13 +331,13 @@ LAYOUT = SEE | {"text": "{observation}", "end_of_turn": []}
         {"text": "{observation} {observation}"}, {"end_of_turn": [None]}, {"loader": "evil:Player"},
     ],
 )  # fmt: skip
-def test_damaged_file_of_templates_is_an_error_with_its_path(tmp_path: Path, content: Any) -> None:
+def test_damaged_file_of_templates_is_an_error_with_its_path(tmp_path, content):
     text = content if isinstance(content, bytes) else json.dumps({"mine": LAYOUT | content}).encode()
     (tmp_path / FILE).write_bytes(text)
     with pytest.raises(ConfigError, match=rf"{tmp_path / FILE} is damaged: .* Remove it"):
         recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path)
 
 
-def test_templates_that_cannot_be_written_are_an_error_with_the_path(tmp_path: Path) -> None:
+def test_templates_that_cannot_be_written_are_an_error_with_the_path(tmp_path):
     with pytest.raises(UnstableError, match=f"cannot write {tmp_path / 'gone' / FILE}: No such file"):
         recorded_prompts(chat_config("mine", MINE), facts("Monday"), tmp_path / "gone", is_own=True)

@@ -205,7 +205,7 @@ async def answered(sampler: Sampler, opened: str = "<think>", seed: int | None =
     return await budget(**changes).generate(sampler.generate, opened, "p?", 3, ("stop",), seed)
 
 
-async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_ids() -> None:
+async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_ids():
     sampler = Sampler("I wonder what", "7")
     answer = await answered(sampler)
     first, second = sampler.asked
@@ -221,7 +221,7 @@ async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_id
     assert (answer.finish_reason, answer.adapter_version) == ("stop", 3)
 
 
-async def test_answer_without_open_thinking_is_continued_without_forced_ids() -> None:
+async def test_answer_without_open_thinking_is_continued_without_forced_ids():
     sampler = Sampler("plain text", "text")
     answer = await answered(sampler, opened="")
     assert sampler.asked[1]["prompt_ids"].tolist() == [*b"p?", *b"plain "]
@@ -241,16 +241,14 @@ async def test_answer_without_open_thinking_is_continued_without_forced_ids() ->
         (["I wonder what", "a long answer"], f"I wond{END_OF_THINKING}a lo", "length"),  # all tokens are used
     ],
 )
-async def test_number_of_generations_and_end_follow_from_the_length(
-    texts: list[str], text: str, finish_reason: str
-) -> None:
+async def test_number_of_generations_and_end_follow_from_the_length(texts, text, finish_reason):
     sampler = Sampler(*texts)
     answer = await answered(sampler)
     assert (answer.text, answer.finish_reason, len(sampler.asked)) == (text, finish_reason, len(texts))
     assert (answer.forced is not None) == (END_OF_THINKING in text)
 
 
-async def test_engine_that_cannot_end_or_complete_a_thought_is_refused() -> None:
+async def test_engine_that_cannot_end_or_complete_a_thought_is_refused():
     sampler = Sampler("I wonder what", "7")
 
     async def generate(*asked: Any, prompt_ids: Any = None, **options: Any) -> Generation:
@@ -267,14 +265,14 @@ async def test_engine_that_cannot_end_or_complete_a_thought_is_refused() -> None
 
 
 @pytest.mark.parametrize(("max_model_len", "requests"), [(8 + len(END_IDS), 1), (9 + len(END_IDS), 2)])
-async def test_no_second_generation_without_room_for_a_token(max_model_len: int, requests: int) -> None:
+async def test_no_second_generation_without_room_for_a_token(max_model_len, requests):
     sampler = Sampler("I wonder what", "7")
     answer = await answered(sampler, max_model_len=max_model_len)
     assert len(sampler.asked) == requests
     assert (answer.finish_reason, answer.forced is None) == (("length", True) if requests == 1 else ("stop", False))
 
 
-async def test_each_generation_has_its_own_seed_that_repeats() -> None:
+async def test_each_generation_has_its_own_seed_that_repeats():
     seeds = []
     for _ in range(2):
         sampler = Sampler("I wonder what", "7")
@@ -287,7 +285,7 @@ async def test_each_generation_has_its_own_seed_that_repeats() -> None:
     assert [request["seed"] for request in sampler.asked] == [None, None]
 
 
-async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_before_it() -> None:
+async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_before_it():
     sampler, leased = Sampler("I wonder what", "7"), list[int]()
 
     @contextlib.contextmanager
@@ -304,7 +302,7 @@ async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_befor
     assert reply.generation is not None and reply.generation.adapter_version == 8
 
 
-async def test_action_is_read_after_the_forced_end() -> None:
+async def test_action_is_read_after_the_forced_end():
     template, sampler = TEMPLATES["default-think"], Sampler(r"\boxed{1} hmm", r"\boxed{2}")
     made = thinking_budget(EngineConfig(thinking_tokens=10, max_generation_len=30), INFO | {"max_model_len": 9999})
 
@@ -314,7 +312,7 @@ async def test_action_is_read_after_the_forced_end() -> None:
 
 
 @pytest.mark.parametrize("tags", KNOWN_TAGS[1:])
-async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str, str]) -> None:
+async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags):
     end = end_of_thinking(tags)
     ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {end: [*end.encode()]}}
     made = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120, tags=tags)
@@ -327,7 +325,7 @@ async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags: tuple[str
     assert answer.forced is None, "this thought was closed"
 
 
-async def test_budget_of_a_run_ends_the_thoughts_of_each_template() -> None:
+async def test_budget_of_a_run_ends_the_thoughts_of_each_template():
     tags = ("[THINK]", "[/THINK]")
     ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {(end := end_of_thinking(tags)): [*end.encode()]}}
     sampler = Sampler("[THINK]" + "hm" * 40, r"\boxed{2}")

@@ -41,7 +41,7 @@ def tokenizer_with(directory: Path, chat_template: str | None, **special: str) -
     return Tokenizer(str(directory))
 
 
-def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path: Path) -> None:
+def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path):
     tokenizer_with(tmp_path, GEMMA, bos_token="<bos>")
     file = tmp_path / "tokenizer.json"
     fast = tokenizers.Tokenizer.from_file(str(file))
@@ -57,7 +57,7 @@ def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("chat_template", "closing"), [(THINKING, "<|im_end|>"), (GEMMA, "<end_of_turn>")])
-def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path: Path, chat_template: str, closing: str) -> None:
+def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path, chat_template, closing):
     tokenizer = tokenizer_with(tmp_path, chat_template, bos_token="<bos>")
     template = template_of(tokenizer, chat_config("chat"))
     (closing_id,) = transformers.AutoTokenizer.from_pretrained(tmp_path)(closing)["input_ids"]
@@ -67,7 +67,7 @@ def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path: Path, chat
 
 
 @pytest.mark.parametrize("name", ["chat", "default", "qwen3-zs", "mine"])
-def test_no_special_token_can_come_from_an_observation(tmp_path: Path, name: str) -> None:
+def test_no_special_token_can_come_from_an_observation(tmp_path, name):
     tokenizer = tokenizer_with(tmp_path, THINKING, bos_token="<bos>")
     config = chat_config(name, {"user": "<|im_start|>{observation}"})
     template = template_of(tokenizer, config)
@@ -91,7 +91,7 @@ def with_added(directory: Path, tokens: list[str]) -> Tokenizer:
     return Tokenizer(str(directory))
 
 
-def test_opponent_cannot_open_or_close_the_models_thought(tmp_path: Path) -> None:
+def test_opponent_cannot_open_or_close_the_models_thought(tmp_path):
     control = NOT_SPECIAL[:-1]
     tokenizer = with_added(tmp_path, control + TEXT)
     template = template_of(tokenizer, chat_config("default-think"))
@@ -102,7 +102,7 @@ def test_opponent_cannot_open_or_close_the_models_thought(tmp_path: Path) -> Non
         assert tokenizer.encode_completion("", token, ("<|im_end|>",)).tolist()[0] == control_id, "the model may say it"
 
 
-def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path: Path) -> None:
+def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path):
     tokenizer = with_added(tmp_path, NOT_SPECIAL[:-1] + TEXT)
     template = template_of(tokenizer, chat_config("default"))
     observation = "[GAME] [Player 0] <<b>>  move [0], [1] or [rock] <- a < b\n\n"
@@ -112,7 +112,7 @@ def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path: Path) -> N
     assert text_ids <= set(tokenizer.encode(prompt).tolist())
 
 
-def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path):
     tokenizer = with_added(tmp_path, NOT_SPECIAL)
     with pytest.raises(ModelError, match=r"'<\|im_end\|>' .* '< \|im_end\|>'"):
         tokenizer.prompts([])
@@ -135,9 +135,7 @@ def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path: Path) -> None:
         (tokenizers.normalizers.Replace("B", "b"), r"writes the answer '\[a B 1 2\]' as '\[a b 1 2\]'"),
     ],
 )
-def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(
-    tmp_path: Path, normalizer: tokenizers.normalizers.Normalizer, reason: str
-) -> None:
+def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(tmp_path, normalizer, reason):
     tokenizer_with(tmp_path, THINKING)
     fast = tokenizers.Tokenizer.from_file(file := str(tmp_path / "tokenizer.json"))
     fast.normalizer = normalizer
@@ -148,26 +146,26 @@ def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(
         Tokenizer(str(tmp_path)).prompts([])
 
 
-def test_turn_that_no_token_closes_ends_by_its_text(tmp_path: Path) -> None:
+def test_turn_that_no_token_closes_ends_by_its_text(tmp_path):
     tokenizer = tokenizer_with(
         tmp_path, "{% for m in messages %}[{{ m.role }}]{{ m.content }} [/{{ m.role }}]\n{% endfor %}[assistant]"
     )
     assert template_of(tokenizer, chat_config("chat")).stop == ("[/assistant]",)
 
 
-def test_prompts_of_the_built_in_model_keep_their_special_tokens() -> None:
+def test_prompts_of_the_built_in_model_keep_their_special_tokens():
     tokenizer = Tokenizer(resolve_model("builtin:tiny"))
     assert tokenizer.prompts([])["special_tokens"] == ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
 
 
-def test_thousands_of_control_tokens_are_each_broken() -> None:
+def test_thousands_of_control_tokens_are_each_broken():
     """Gemma has 6,242 tokens named <unused0> and so on."""
     tokens = tuple(f"<unused{number}>" for number in range(6242))
     text = "".join(tokens) + "<unused6242><unused"
     assert without_markup(text, tokens) == text.replace("<", "< ").replace("< unused6242>< ", "<unused6242><")
 
 
-def test_chat_prompt_without_a_chat_template_or_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_chat_prompt_without_a_chat_template_or_a_tokenizer_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, None)
     with pytest.raises(ModelError, match="prompt_template 'chat'"):
         tokenizer.prompts(chats_in_use(chat_config("chat")))
@@ -176,7 +174,7 @@ def test_chat_prompt_without_a_chat_template_or_a_tokenizer_is_refused(tmp_path:
         templates_for(chat_config("chat"), {})
 
 
-def test_template_that_moves_the_system_text_to_the_last_message_is_accepted(tmp_path: Path) -> None:
+def test_template_that_moves_the_system_text_to_the_last_message_is_accepted(tmp_path):
     """Some templates of Mistral do so, and write nothing when they ask for an answer."""
     said = "{% if m.role == 'user' %}[INST]{{ (system + '\n\n') if loop.last else '' }}{{ m.content }}[/INST]"
     moving = "{% set system = messages[0].content %}{% for m in messages[1:] %}" + said + "{% else %}{{ m.content }}"
@@ -187,12 +185,12 @@ def test_template_that_moves_the_system_text_to_the_last_message_is_accepted(tmp
 @pytest.mark.parametrize(
     "chat_template", ["nothing", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"]
 )
-def test_chat_template_that_does_not_show_the_message_once_is_refused(tmp_path: Path, chat_template: str) -> None:
+def test_chat_template_that_does_not_show_the_message_once_is_refused(tmp_path, chat_template):
     with pytest.raises(ModelError, match="once"):
         tokenizer_with(tmp_path, chat_template).prompts(chats_in_use(chat_config("chat")))
 
 
-def test_custom_chat_template_combines_its_text_with_tokenizer_markup(tmp_path: Path) -> None:
+def test_custom_chat_template_combines_its_text_with_tokenizer_markup(tmp_path):
     mine = {
         "chat": True,
         "system": "Be brief. {game}",

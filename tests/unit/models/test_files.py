@@ -262,7 +262,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", DAMAGED)
-def test_check_names_the_fault_of_a_damaged_model(fault: str, models: Callable[..., Path], tmp_path: Path) -> None:
+def test_check_names_the_fault_of_a_damaged_model(fault, models, tmp_path):
     damage, place, reason = DAMAGED[fault]
     damage(model := models(tmp_path / "model"))
     problem = problems_of(model)[0]
@@ -271,7 +271,7 @@ def test_check_names_the_fault_of_a_damaged_model(fault: str, models: Callable[.
     assert reason in problem
 
 
-def test_check_names_an_expert_that_lacks_a_weight(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_check_names_an_expert_that_lacks_a_weight(models, tmp_path):
     model = models(tmp_path / "model", "Qwen3Moe", **EXPERTS)
     assert problems_of(model) == []
     drop("layers.1.mlp.experts.2.down_proj")(model)
@@ -329,12 +329,12 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("form", HEALTHY)
-def test_check_accepts_a_healthy_model(form: str, models: Callable[..., Path], tmp_path: Path) -> None:
+def test_check_accepts_a_healthy_model(form, models, tmp_path):
     name, fields, change = HEALTHY[form]
     change(model := models(tmp_path / "model", name, **fields))
     assert problems_of(model) == []
 
 
 @pytest.mark.parametrize("name", [*BUILTIN, "Qwen/Qwen3-0.6B"])
-def test_check_accepts_built_in_models_and_names_of_the_hub(name: str) -> None:
+def test_check_accepts_built_in_models_and_names_of_the_hub(name):
     assert problems_of(name) == []

@@ -40,7 +40,7 @@ texts = st.text(st.sampled_from("aZ0 \n\té🎲{}&'\"%$\\._-"), max_size=12).fil
 
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
-def test_generated_conversation_has_the_tokens_that_transformers_makes(data: st.DataObject) -> None:
+def test_generated_conversation_has_the_tokens_that_transformers_makes(data):
     draw = data.draw
     written, _ = draw(st.sampled_from(NAMES), "prefix of the chat template")
     _, added = draw(st.sampled_from(NAMES), "prefix of the post-processor")
@@ -90,7 +90,7 @@ def test_generated_conversation_has_the_tokens_that_transformers_makes(data: st.
 
 
 @pytest.mark.parametrize("changed", ["m.content | e", "m.content | replace('%', '')", "m.content | tojson"])
-def test_chat_template_that_changes_a_text_is_refused_with_both_ids(tmp_path: Path, changed: str) -> None:
+def test_chat_template_that_changes_a_text_is_refused_with_both_ids(tmp_path, changed):
     chat_template = CHATML.replace("m.content", changed) + ASKED
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template))
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_chat_template_that_changes_a_text_is_refused_with_both_ids(tmp_path: Pa
 
 
 @pytest.mark.parametrize("header", ["<|im_start|>assistant\n", "<|assistant|>"])
-def test_template_without_generation_prompt_is_refused_with_the_header(tmp_path: Path, header: str) -> None:
+def test_template_without_generation_prompt_is_refused_with_the_header(tmp_path, header):
     turn = "{% if m.role == 'user' %}<|im_start|>user\n{% else %}" + header + "{% endif %}{{ m.content }}<|im_end|>\n"
     chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=TURNS, chat_template=chat_template))
@@ -111,7 +111,7 @@ def test_template_without_generation_prompt_is_refused_with_the_header(tmp_path:
     assert template.prompt("o", 2) == f"<|im_start|>user\no<|im_end|>\n{header}"
 
 
-def test_mark_of_a_prompt_without_prefix_cannot_come_from_an_opponent(tmp_path: Path) -> None:
+def test_mark_of_a_prompt_without_prefix_cannot_come_from_an_opponent(tmp_path):
     path = make_odd_tokenizer(tmp_path, special=[*TURNS, "<s>"], around=(["<s>"], []), chat_template=CHATML + ASKED)
     tokenizer, config = Tokenizer(path), chat_config(mine={"chat": True, "user": "{observation}"})
     template = template_of(tokenizer, config)
@@ -128,7 +128,7 @@ def test_mark_of_a_prompt_without_prefix_cannot_come_from_an_opponent(tmp_path: 
         ("<|pad|>", "no token for a text"),
     ],
 )
-def test_post_processor_that_changes_the_text_is_refused(tmp_path: Path, post: str, reason: str) -> None:
+def test_post_processor_that_changes_the_text_is_refused(tmp_path, post, reason):
     import tokenizers
 
     path = make_odd_tokenizer(tmp_path)
@@ -140,7 +140,7 @@ def test_post_processor_that_changes_the_text_is_refused(tmp_path: Path, post: s
 
 
 @pytest.mark.parametrize("model", BUILTIN)
-def test_built_in_models_encode_as_their_tokenizer_does(model: str) -> None:
+def test_built_in_models_encode_as_their_tokenizer_does(model):
     path = str(BUILTIN[model])
     tokenizer, whole = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
     for template in TEMPLATES.values():
@@ -161,7 +161,7 @@ def test_built_in_models_encode_as_their_tokenizer_does(model: str) -> None:
         ("chat_template.jinja", "{{ 1 // (messages | length - messages | length) }}"),
     ],
 )
-def test_damaged_tokenizer_is_a_model_error_with_its_path(tmp_path: Path, file: str, content: str) -> None:
+def test_damaged_tokenizer_is_a_model_error_with_its_path(tmp_path, file, content):
     path = make_odd_tokenizer(tmp_path, special=TURNS, chat_template=CHATML + ASKED)
     (tmp_path / file).write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,9 +59,7 @@ def cut(part: str) -> Callable[[Tensors], object]:
     ],
     ids=["missing", "missing-outside-layers", "mismatched", "unexpected"],
 )
-def test_weights_of_another_architecture_are_refused_with_their_names(
-    change: Callable[[Tensors], object], reason: str, loader: str, tmp_path: Path
-) -> None:
+def test_weights_of_another_architecture_are_refused_with_their_names(change, reason, loader, tmp_path):
     with pytest.raises(ModelError) as caught:
         LOADERS[loader](changed(make_model(tmp_path), change))
     assert str(tmp_path) in str(caught.value)
@@ -71,7 +68,7 @@ def test_weights_of_another_architecture_are_refused_with_their_names(
 
 @pytest.mark.parametrize("loader", ["engine", "learner", "merge"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_weight_that_is_not_finite_is_named(value: float, loader: str, tmp_path: Path) -> None:
+def test_weight_that_is_not_finite_is_named(value, loader, tmp_path):
     name = "model.layers.1.mlp.gate_proj.weight"
     model = changed(make_model(tmp_path), lambda tensors: tensors[name][3].fill_(value))
     with pytest.raises(ModelError, match=f"{name} has values that are not finite"):
@@ -79,7 +76,7 @@ def test_weight_that_is_not_finite_is_named(value: float, loader: str, tmp_path:
 
 
 @pytest.mark.parametrize("loader", ["engine", "learner", "check --model"])
-def test_parts_beside_the_text_decoder_may_stay_in_the_files(loader: str, tmp_path: Path) -> None:
+def test_parts_beside_the_text_decoder_may_stay_in_the_files(loader, tmp_path):
     others = {
         "model.vision_tower.encoder.layers.0.mlp.fc1.weight": torch.ones(4, 4),
         "v_head.weight": torch.ones(1, 64),
@@ -95,28 +92,28 @@ def test_parts_beside_the_text_decoder_may_stay_in_the_files(loader: str, tmp_pa
 @pytest.mark.parametrize(
     "fields", [{"hidden_size": "64"}, {"num_attention_heads": 0}, {"quantization_config": {"quant_method": "gptq"}}]
 )
-def test_exceptions_of_libraries_become_model_errors(fields: dict[str, object], loader: str, tmp_path: Path) -> None:
+def test_exceptions_of_libraries_become_model_errors(fields, loader, tmp_path):
     config = make_model(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     with pytest.raises(ModelError, match=str(tmp_path)):
         LOADERS[loader](tmp_path)
 
 
-def test_models_are_loaded_by_one_function() -> None:
+def test_models_are_loaded_by_one_function():
     package = Path(unstable_lite.__file__).parent
     loading = [path for path in package.rglob("*.py") if "CausalLM.from_pretrained(" in path.read_text()]
     assert [path.relative_to(package).as_posix() for path in loading] == ["models/loading.py"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), KeyError("key"), Exception("untagged enum")])
-def test_any_foreign_exception_becomes_a_model_error(error: Exception) -> None:
+def test_any_foreign_exception_becomes_a_model_error(error):
     with pytest.raises(ModelError) as caught, model_errors("models/mine", "cannot be loaded", "take another model"):
         raise error
     assert str(caught.value) == f"models/mine cannot be loaded: {type(error).__name__}: {error}\n(take another model)"
 
 
 @pytest.mark.parametrize("error", [ConfigError("ours"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_own_errors_and_full_memory_pass_unchanged(error: Exception) -> None:
+def test_own_errors_and_full_memory_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, model_errors("models/mine"):
         raise error
     assert caught.value is error
@@ -136,7 +133,7 @@ def test_own_errors_and_full_memory_pass_unchanged(error: Exception) -> None:
         ),
     ],
 )
-def test_layer_that_is_not_computed_is_named(model: dict[str, Any], reason: str) -> None:
+def test_layer_that_is_not_computed_is_named(model, reason):
     with pytest.raises(ModelError, match=reason):
         check_layers("M", model, 16_384)
 
@@ -151,5 +148,5 @@ def test_layer_that_is_not_computed_is_named(model: dict[str, Any], reason: str)
         {"attn_logit_softcapping": None, "head_dim": 128},
     ],
 )
-def test_model_of_other_layers_is_not_refused(model: dict[str, Any]) -> None:
+def test_model_of_other_layers_is_not_refused(model):
     check_layers("M", model, 16_384)

@@ -20,7 +20,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(str(model_dir))
 
 
-def test_character_split_into_tokens_is_decoded_whole(tokenizer: Tokenizer) -> None:
+def test_character_split_into_tokens_is_decoded_whole(tokenizer):
     text = "wähle ≤ 3 🎲 oder 日本"
     ids = tokenizer.encode(text).tolist()
     assert len(ids) == len(text.encode())
@@ -28,7 +28,7 @@ def test_character_split_into_tokens_is_decoded_whole(tokenizer: Tokenizer) -> N
     assert tokenizer.text([*ids, 1]) == text, "the end token has no text"
 
 
-def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path):
     import tokenizers
 
     make_model(tmp_path)
@@ -42,7 +42,7 @@ def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     assert plain == with_bos and plain[0] == 0 and plain.count(0) == 1
 
 
-def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer: Tokenizer) -> None:
+def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer):
     watch = tokenizer.watch(("never", "🎲]"))
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
@@ -54,7 +54,7 @@ def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_it
     assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
 
 
-def test_tokenizer_that_cuts_and_pads_counts_the_tokens_of_whole_texts(tmp_path: Path) -> None:
+def test_tokenizer_that_cuts_and_pads_counts_the_tokens_of_whole_texts(tmp_path):
     make_tokenizer(tmp_path)
     table = json.loads((tmp_path / "tokenizer.json").read_text())
     cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
@@ -68,7 +68,7 @@ def test_tokenizer_that_cuts_and_pads_counts_the_tokens_of_whole_texts(tmp_path:
     assert [len(tokenizer.encode(text).ids) for text in ("a" * 40, "a")] == [40, 1]
 
 
-def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
+def test_every_end_token_of_the_model_counts(tmp_path):
     import transformers
 
     make_model(tmp_path)
@@ -94,9 +94,7 @@ OWN = ("[REASON]", "[/REASON]")
         ([*OWN], None, {"think": OWN, "chat": False}, *OWN),
     ],
 )
-def test_special_tokens_that_mark_a_thought_stay_in_the_text(
-    tmp_path: Path, special: list[str], chat_template: str | None, own: dict[str, object], opening: str, closing: str
-) -> None:
+def test_special_tokens_that_mark_a_thought_stay_in_the_text(tmp_path, special, chat_template, own, opening, closing):
     path = make_odd_tokenizer(tmp_path, special=[*TURNS, *special], chat_template=chat_template)
     tokenizer = Tokenizer(path)
     config = chat_config("mine", {"chat": True} | own)
@@ -117,7 +115,7 @@ def test_special_tokens_that_mark_a_thought_stay_in_the_text(
     assert chat_template != HARMONY or template.stop == (), "the end of a channel does not end the answer"
 
 
-def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path: Path) -> None:
+def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path):
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, plain=TURNS, chat_template=CHATML + ASKED))
     template = template_of(tokenizer, chat_config("chat"))
     assert template.stop == ("<|im_end|>",)
@@ -126,7 +124,7 @@ def test_added_token_that_is_not_special_ends_a_turn_as_a_string(tmp_path: Path)
     assert watch.text == "so"
 
 
-def test_thought_that_a_template_opens_itself_ends_by_its_own_tags(tmp_path: Path) -> None:
+def test_thought_that_a_template_opens_itself_ends_by_its_own_tags(tmp_path):
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=["[THINK]", "[/THINK]"]))
     templates = templates_for(chat_config("default-think"), tokenizer.prompts([]))
     assert templates["default-think"].tags == ("<think>", "</think>")
@@ -134,7 +132,7 @@ def test_thought_that_a_template_opens_itself_ends_by_its_own_tags(tmp_path: Pat
     assert templates["default"].tags == ("[THINK]", "[/THINK]")
 
 
-def test_known_tags_stay_in_the_text_also_beside_those_of_the_model(tmp_path: Path) -> None:
+def test_known_tags_stay_in_the_text_also_beside_those_of_the_model(tmp_path):
     special = ["<think>", "</think>", "[THINK]", "[/THINK]"]
     tokenizer = Tokenizer(make_odd_tokenizer(tmp_path, special=special, chat_template=CHATML + ASKED + "{# [THINK] #}"))
     tokenizer.prompts([])
@@ -143,7 +141,7 @@ def test_known_tags_stay_in_the_text_also_beside_those_of_the_model(tmp_path: Pa
     )
 
 
-def test_token_of_unknown_text_stays_out_of_the_text(tmp_path: Path) -> None:
+def test_token_of_unknown_text_stays_out_of_the_text(tmp_path):
     """Some tokenizers make it of the characters of tags that they do not know."""
     import tokenizers
     import transformers
@@ -159,7 +157,7 @@ def streamed(ids: list[int]) -> list[str]:
     return [stream.step(token_id) for token_id in ids]
 
 
-def test_character_comes_out_with_its_last_byte_and_a_stop_string_after_invalid_ones() -> None:
+def test_character_comes_out_with_its_last_byte_and_a_stop_string_after_invalid_ones():
     assert streamed(ids_of("a", "\u2581a", "é".encode(), "b")) == ["a", " a", "", "é", "b"]
     watch = StopWatch(BYTE_TOKENS, ("b]",))
     ids = ids_of("a", "é".encode(), b"\x80", "[", "b", "]", "a")
@@ -176,5 +174,5 @@ def test_character_comes_out_with_its_last_byte_and_a_stop_string_after_invalid_
         (ids_of(b"AB\xc3", "b", b"\x80", "b"), "AB\ufffdb\ufffdb"),
     ],
 )
-def test_invalid_bytes_do_not_change_text_already_returned(ids: list[int], expected: str) -> None:
+def test_invalid_bytes_do_not_change_text_already_returned(ids, expected):
     assert "".join(streamed(ids)) == expected

@@ -31,7 +31,7 @@ def phases(judge: Alarms, values: list[float], alarm: str = "staleness") -> list
     ]
 
 
-def test_alarm_begins_and_ends_after_consecutive_readings() -> None:
+def test_alarm_begins_and_ends_after_consecutive_readings():
     judge = alarms(dropped={"threshold": 0.5})
     assert phases(judge, [0.6, 0.6, 0.5, 0.6, 0.6, 0.6, 0.6, 0.5, 0.5, 0.6, 0.5, 0.5, 0.5], "dropped") == [
         (6, "begins"),
@@ -41,7 +41,7 @@ def test_alarm_begins_and_ends_after_consecutive_readings() -> None:
     assert judge.on() == []
 
 
-def test_lasting_alarm_is_repeated_and_a_flickering_one_is_silent() -> None:
+def test_lasting_alarm_is_repeated_and_a_flickering_one_is_silent():
     judge = alarms(staleness={"threshold": 5})
     assert phases(judge, [6.0] * (5 + 2 * SAY_EVERY)) == [
         (5, "begins"),
@@ -52,7 +52,7 @@ def test_lasting_alarm_is_repeated_and_a_flickering_one_is_silent() -> None:
     assert phases(alarms(staleness={"threshold": 5}), [6, 4] * 50) == []
 
 
-def test_low_entropy_and_nan_raise_alarms() -> None:
+def test_low_entropy_and_nan_raise_alarms():
     for value, on in ((0.01, ["entropy"]), (0.02, []), (3.5, [])):
         judge = alarms()
         for update in (1, 2, 3):
@@ -63,20 +63,20 @@ def test_low_entropy_and_nan_raise_alarms() -> None:
     assert judge.on() == ["mismatch"]
 
 
-def test_missing_or_empty_measurements_are_not_judged() -> None:
+def test_missing_or_empty_measurements_are_not_judged():
     assert readings_of({}) == []
     assert readings_of({"learner/mismatch_mean": 0.0, "learner/mismatch_tokens": 0.0}) == []
     readings = readings_of({"learner/mismatch_mean": 0.5, "learner/mismatch_tokens": 3.0, "learner/entropy": 1.0})
     assert [(reading.alarm, reading.value, reading.n) for reading in readings] == [("mismatch", 0.5, 3)]
 
 
-def test_disabled_alarm_is_neither_raised_nor_counted() -> None:
+def test_disabled_alarm_is_neither_raised_nor_counted():
     judge = alarms(staleness={"threshold": 5, "action": "off"})
     assert phases(judge, [9.0] * 50) == []
     assert "staleness" not in judge.counts()
 
 
-def test_each_subject_is_judged_separately_and_named() -> None:
+def test_each_subject_is_judged_separately_and_named():
     judge = alarms(invalid_moves={"action": "pause"})
     readings = [Reading(alarm="invalid_moves", value=v, n=512, subject=e) for e, v in (("A", 0.95), ("B", 0.1))]
     assert [judge.judge(update, readings) for update in range(1, 5)] == [[]] * 4
@@ -88,7 +88,7 @@ def test_each_subject_is_judged_separately_and_named() -> None:
 
 
 @pytest.mark.parametrize("name", ALARMS)
-def test_every_alarm_states_reading_threshold_meaning_and_advice(name: str) -> None:
+def test_every_alarm_states_reading_threshold_meaning_and_advice(name):
     judge = alarms(**{name: {"action": "warn"}})
     far = -1.0 if ALARMS[name].is_under else 1e9
     reading = Reading(alarm=name, value=far, n=1234, subject="S", detail="D")
@@ -100,7 +100,7 @@ def test_every_alarm_states_reading_threshold_meaning_and_advice(name: str) -> N
     assert ALARMS[name].means in change.text and change.text.endswith(ALARMS[name].advice)
 
 
-def test_config_keys_that_alarms_recommend_exist() -> None:
+def test_config_keys_that_alarms_recommend_exist():
     named = {key for alarm in ALARMS.values() for key in re.findall(r"\b([a-z]+)\.([a-z_]+)", alarm.advice)}
     keys = {key for key in named if key[0] in Config.model_fields}
     assert ("learner", "entropy_coefficient") in keys
@@ -109,7 +109,7 @@ def test_config_keys_that_alarms_recommend_exist() -> None:
         assert key in getattr(table, "model_fields", {}), f"{section}.{key}"
 
 
-def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults() -> None:
+def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults():
     assert list(ALARMS) == list(AlarmsConfig.model_fields)
     rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
     written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
@@ -132,7 +132,7 @@ def gaps(contest: Contest, evaluations: list[Evaluation]) -> list[float]:
     return [r.value for result in results if result is not None for r in contest.add("collapse", "S", result)]
 
 
-def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
+def test_result_collapses_if_its_interval_is_below_the_best_one():
     contest = Contest()
     fine, worse = gaps(contest, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
     assert fine < 0 < worse
@@ -145,7 +145,7 @@ def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
     assert gaps(Contest(), [evaluation(200), evaluation(161)]) == [pytest.approx(low - high)]
 
 
-def test_result_is_judged_by_the_deals_of_its_games() -> None:
+def test_result_is_judged_by_the_deals_of_its_games():
     """The luck of every deal cancels: one of its games is won, the other lost."""
     alike = tuple((1.0, 0.0) for _ in range(200))
     first = replace(evaluation(200), scores=alike)
@@ -153,7 +153,7 @@ def test_result_is_judged_by_the_deals_of_its_games() -> None:
     assert gaps(Contest(), [evaluation(200), evaluation(180)])[0] < 0 < gaps(Contest(), [first, second])[0]
 
 
-def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
+def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse():
     drawn = [
         evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
     ]
@@ -162,7 +162,7 @@ def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
     assert fall == pytest.approx(0.436, abs=1e-3)
 
 
-def test_late_results_are_judged_in_the_order_of_updates() -> None:
+def test_late_results_are_judged_in_the_order_of_updates():
     contest = Contest()
     gaps(contest, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
     newest, best = contest.newest, contest.best
@@ -174,13 +174,13 @@ def test_late_results_are_judged_in_the_order_of_updates() -> None:
     assert contest.newest.who == "ckpt-30"
 
 
-def test_rewards_are_compared_in_envs_without_winners() -> None:
+def test_rewards_are_compared_in_envs_without_winners():
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
     assert gaps(Contest(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
     assert Result.of(evaluation(0, n=0, losses=0)) is None
 
 
-def test_identical_rewards_decide_only_what_shares_would() -> None:
+def test_identical_rewards_decide_only_what_shares_would():
     def paid(games: int) -> Evaluation:
         """Return an evaluation of 20 games, of which `games` ended with a reward of 1 and the others with 0."""
         tally = Tally()
@@ -196,7 +196,7 @@ def test_identical_rewards_decide_only_what_shares_would() -> None:
 
 @pytest.mark.parametrize("runs", [20, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("alike", [0.0, pytest.param(0.5, marks=pytest.mark.nightly), 0.9])
-def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike: float, runs: int) -> None:
+def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike, runs):
     """Both games of a deal have the same result with probability `alike`, else each its own; docs/collapse.md."""
     chance, false_alarms = random.Random(7), 0
     for _ in range(runs):

@@ -256,7 +256,7 @@ async def make_league(tmp_path: Path, updates: int, size: int, **options: Any) -
     return league
 
 
-async def test_learner_scores_all_distinct_canary_answers_in_one_request(tmp_path: Path) -> None:
+async def test_learner_scores_all_distinct_canary_answers_in_one_request(tmp_path):
     league = League(tmp_path, 3, engines=5)
     seeds = range(CANARY_SEED, CANARY_SEED + NUM_SCORED)
     generations = [await league.engines.engines[0].generate(PROMPT, 0, seed=s, max_tokens=16) for s in seeds]
@@ -267,7 +267,7 @@ async def test_learner_scores_all_distinct_canary_answers_in_one_request(tmp_pat
     assert [engine.most_at_once for engine in league.engines.engines] == [NUM_SAMPLED] * 5
 
 
-async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path: Path) -> None:
+async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path):
     league = await make_league(tmp_path, 1, size=3, engines=2)
     engine = league.engines.engines[1]
     before = engine.num_asked
@@ -281,9 +281,7 @@ async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path: Pat
     assert len(league.table.weights[Origin("update", "2")].answers["engine-1"]) == NUM_SAMPLED
 
 
-async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(sync_module, "UNLOAD_RETRY_S", 0.05)
     league = await make_league(tmp_path, 1, size=1, engines=2)
     first, second = league.engines.engines
@@ -293,9 +291,7 @@ async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(
     assert set(first.loaded) == set(second.loaded) == {2}
 
 
-async def test_returning_engine_that_refuses_to_unload_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_returning_engine_that_refuses_to_unload_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sync_module, "UNLOAD_RETRY_S", 0.05)
     league = await make_league(tmp_path, 1, size=1, engines=2)
     first, second = league.engines.engines
@@ -308,7 +304,7 @@ async def test_returning_engine_that_refuses_to_unload_is_asked_again(
     assert set(first.loaded) == set(second.loaded) == {2}
 
 
-async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path: Path) -> None:
+async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path):
     league = await make_league(tmp_path, 3, size=3, max_loras=4, engines=2)
     other, away = league.engines.engines
     assert away.adapters == {1, 2, 3}
@@ -326,7 +322,7 @@ async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path: 
 
 
 @pytest.mark.parametrize("is_back_first", [True, False])
-async def test_adapter_made_during_an_engine_return_is_checked_once(tmp_path: Path, is_back_first: bool) -> None:
+async def test_adapter_made_during_an_engine_return_is_checked_once(tmp_path, is_back_first):
     league = await make_league(tmp_path, 1, size=3, engines=2)
     engine = league.engines.engines[1]
     engine.start_again()
@@ -353,7 +349,7 @@ async def test_adapter_made_during_an_engine_return_is_checked_once(tmp_path: Pa
             await restoring[0]
 
 
-async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path: Path) -> None:
+async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path):
     league = await make_league(tmp_path, 3, size=3, engines=2)
     engine = league.engines.engines[1]
     engine.start_again()
@@ -366,7 +362,7 @@ async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path: Pat
         await league.adapter_sync.restore(engine)
 
 
-async def test_canary_records_survive_json(tmp_path: Path) -> None:
+async def test_canary_records_survive_json(tmp_path):
     league = await make_league(tmp_path / "one", 3, size=4, engines=2)
     saved = json.loads(json.dumps(league.adapter_sync.state_dict()))["canaries"]
     assert saved["evidence"] == saved["base_evidence"] == {}, "evidence for an engine is not kept"
@@ -389,7 +385,7 @@ async def test_canary_records_survive_json(tmp_path: Path) -> None:
         assert np.array_equal(was, got)
 
 
-async def test_loaded_answers_and_those_of_this_run_keep_their_prompts(tmp_path: Path) -> None:
+async def test_loaded_answers_and_those_of_this_run_keep_their_prompts(tmp_path):
     league = await make_league(tmp_path / "one", 3, size=3)
     state = json.loads(json.dumps(league.adapter_sync.state_dict()))
     state["canaries"]["prompts"] = ["a prompt of that run"]
@@ -421,7 +417,7 @@ async def resumed(tmp_path: Path, change: Callable[[dict[str, Any]], None], max_
 
 
 @pytest.mark.parametrize(("max_loras", "reason"), [(5, "stored"), (2, "slot")])
-async def test_resumed_league_explains_each_missing_opponent(tmp_path: Path, max_loras: int, reason: str) -> None:
+async def test_resumed_league_explains_each_missing_opponent(tmp_path, max_loras, reason):
     def forget(state: dict[str, Any]) -> None:
         weights = state["adapter_sync"]["canaries"]["weights"]
         if max_loras == 5:
@@ -435,7 +431,7 @@ async def test_resumed_league_explains_each_missing_opponent(tmp_path: Path, max
     league.check_what_is_active_is_loaded_as_itself()
 
 
-async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path: Path) -> None:
+async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path):
     def damage(state: dict[str, Any]) -> None:
         (tmp_path / "adapters" / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
 
@@ -455,9 +451,7 @@ async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path: Pat
         ),
     ],
 )
-async def test_active_checkpoints_are(
-    tmp_path: Path, updates: int, options: dict[str, Any], active: list[str], on_disk: set[str] | None
-) -> None:
+async def test_active_checkpoints_are(tmp_path, updates, options, active, on_disk):
     league = await make_league(tmp_path, updates, **options)
     assert league.active == active
     assert set(league.engines.engines[0].loaded) == {int(uid[5:]) for uid in active if uid != "base"}
@@ -465,7 +459,7 @@ async def test_active_checkpoints_are(
     assert on_disk is None or {path.name for path in league.disk.glob("*")} == on_disk
 
 
-async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(tmp_path: Path) -> None:
+async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(tmp_path):
     league = League(tmp_path, size=3, opponent_lag=(3, 4), engines=2)
     versions: dict[str, set[int | None]] = {}
     for _ in range(12):
@@ -483,7 +477,7 @@ async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(tmp_path:
 
 
 @pytest.mark.parametrize("rule", ["match-quality", "nearest-rating"])
-async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path: Path, rule: str) -> None:
+async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path, rule):
     league = await make_league(tmp_path, 4, size=3, active_checkpoints_by=rule)
     league.rate(base=0, ckpt_1=25, ckpt_2=10, ckpt_3=24, ckpt_4=25)
     await league.play(1)
@@ -495,7 +489,7 @@ async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path: Path, 
     assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
 
 
-async def test_return_never_takes_the_slot_of_the_next_update(tmp_path: Path) -> None:
+async def test_return_never_takes_the_slot_of_the_next_update(tmp_path):
     league = await make_league(tmp_path, 4, size=2, active_checkpoints_by="nearest-rating")
     for version in (3, 4):
         league.table.lease(version)
@@ -516,7 +510,7 @@ async def test_return_never_takes_the_slot_of_the_next_update(tmp_path: Path) ->
     assert league.active == ["ckpt-1", "ckpt-6"]
 
 
-async def test_unused_opponent_makes_room_if_slots_are_short(tmp_path: Path) -> None:
+async def test_unused_opponent_makes_room_if_slots_are_short(tmp_path):
     league = await make_league(tmp_path, 4, size=3)
     for version in (2, 3):
         league.table.lease(version)  # endless games
@@ -526,7 +520,7 @@ async def test_unused_opponent_makes_room_if_slots_are_short(tmp_path: Path) -> 
     assert league.active == ["ckpt-5", "ckpt-6", "ckpt-7"]
 
 
-async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path: Path) -> None:
+async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path):
     league = League(tmp_path, size=2)
     await league.update(extra_file="nowhere")
     await league.settle()
@@ -534,7 +528,7 @@ async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path: P
     assert list(league.disk.iterdir()) == []
 
 
-async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path) -> None:
+async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path):
     league = await make_league(tmp_path, 4, size=3, active_checkpoints_by="nearest-rating")
     (engine,) = league.engines.engines
     load = engine.load_adapter
@@ -555,14 +549,14 @@ async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path)
 @pytest.mark.parametrize(
     ("lie", "match"), [(0.5, r"engine-1.* 0\.5000"), (-0.05, "engine-1")], ids=["differently", "as the base"]
 )
-async def test_engine_that_answers_differently_than_before_ends_the_run(tmp_path: Path, lie: float, match: str) -> None:
+async def test_engine_that_answers_differently_than_before_ends_the_run(tmp_path, lie, match):
     league = League(tmp_path, size=2, opponent_lag=(2, 9), engines=2)
     league.engines.engines[1].lie = lie
     with pytest.raises(AdapterError, match=match):
         await league.play(9)
 
 
-async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) -> None:
+async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path):
     league = await make_league(tmp_path, 1, size=2, engines=2)
     engine = league.engines.engines[1]
     load = engine.load_adapter
@@ -579,7 +573,7 @@ async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_started_again", [True, False])
-async def test_engine_that_returns_with_other_weights_ends_the_run(tmp_path: Path, is_started_again: bool) -> None:
+async def test_engine_that_returns_with_other_weights_ends_the_run(tmp_path, is_started_again):
     """The engine either loaded its adapters again, or slept and forgot them."""
     league = await make_league(tmp_path, 2, size=2)
     (engine,) = league.engines.engines
@@ -593,7 +587,7 @@ async def test_engine_that_returns_with_other_weights_ends_the_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tmp_path: Path, is_missing: bool) -> None:
+async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tmp_path, is_missing):
     league = await make_league(tmp_path, 2, size=2, opponent_lag=(2, 9), engines=2)
     if is_missing:
         (league.disk / "ckpt-1" / "adapter_config.json").unlink()
@@ -606,7 +600,7 @@ async def test_adapter_damaged_on_disk_does_not_return_and_training_continues(tm
     assert len(league.engines.engines[0].loaded) == 2
 
 
-async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path) -> None:
+async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path):
     league = League(tmp_path, 2)
     (engine,) = league.engines.engines
     engine._engine._replies = [""]
@@ -619,7 +613,7 @@ async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path
     assert league.canaries.num_doubts == 4
 
 
-async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path: Path) -> None:
+async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path):
     (tmp_path / "adapters").write_text("in the way")
     league = await make_league(tmp_path, 3, size=2)
     assert len(league.alarms) == 3
@@ -627,7 +621,7 @@ async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path: Path
     assert league.active == ["ckpt-2", "ckpt-3"]
 
 
-async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path: Path) -> None:
+async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path):
     league = await make_league(tmp_path, 12, size=2, opponent_lag=(1, 3), keep_checkpoints=(2,), keep_every=5)
     kept = {path.name for path in league.disk.iterdir()}
     assert kept == {"ckpt-2", "ckpt-5", "ckpt-10"} | {"ckpt-9", "ckpt-11", "ckpt-12"}
@@ -635,7 +629,7 @@ async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path:
         assert (league.disk / uid / "adapter_model.safetensors").read_text() == f"weights of {uid}"
 
 
-async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path: Path) -> None:
+async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path):
     """A killed run resumes from the last saved state, or from the one before if the last is damaged."""
     league = await make_league(tmp_path, 2, size=2, opponent_lag=(1, 1))
     stored: list[set[str]] = []
@@ -652,7 +646,7 @@ async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path: 
     assert "ckpt-1" not in {path.name for path in league.disk.iterdir()}
 
 
-async def test_kept_checkpoint_may_return_at_any_age(tmp_path: Path) -> None:
+async def test_kept_checkpoint_may_return_at_any_age(tmp_path):
     league = await make_league(
         tmp_path, 8, size=2, opponent_lag=(1, 2), keep_checkpoints=(2,), active_checkpoints_by="nearest-rating"
     )
@@ -662,7 +656,7 @@ async def test_kept_checkpoint_may_return_at_any_age(tmp_path: Path) -> None:
     assert league.active == ["ckpt-2", "ckpt-9"]
 
 
-async def test_ending_run_waits_for_a_copy_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ending_run_waits_for_a_copy_in_progress(tmp_path, monkeypatch):
     league = League(tmp_path, size=2)
     has_begun, may_end = threading.Event(), threading.Event()
     copy = shutil.copytree
@@ -686,9 +680,7 @@ async def test_ending_run_waits_for_a_copy_in_progress(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("rule", ["recency", "match-quality", "nearest-rating"])
 @pytest.mark.parametrize("seed", range(2))
-async def test_long_league_has_enough_slots_never_stalls_and_mixes_up_no_adapter(
-    tmp_path: Path, rule: str, seed: int
-) -> None:
+async def test_long_league_has_enough_slots_never_stalls_and_mixes_up_no_adapter(tmp_path, rule, seed):
     """Games of random lengths hold their adapters; ratings change; two engines keep track of them."""
     rng = random.Random(seed)
     size = rng.choice([2, 3, 5])

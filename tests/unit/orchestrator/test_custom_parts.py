@@ -3,7 +3,6 @@
 import random
 import re
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def needs_more(what_is_this: str, **given: Any) -> unstable.Collector:
         ({"collector": dict}, "collector: the class dict has no run, play_round"),
     ],
 )
-def test_wrong_part_is_refused_by_name(part: Mapping[str, Any], words: str | None) -> None:
+def test_wrong_part_is_refused_by_name(part, words):
     if words is None:
         unstable.Run(make_plan(config_of()), **part)  # only the result of a function can be checked
         return
@@ -97,12 +96,12 @@ def scheduler_with(registry: Any = None, swapped: bool = False) -> unstable.Game
         (lambda: load_learner(config_of(KeepsNothing), "cpu"), "an object of type KeepsNothing has no training"),
     ],
 )
-def test_part_of_a_part_is_checked_too(make: Any, says: str) -> None:
+def test_part_of_a_part_is_checked_too(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
 
 
-def test_state_that_json_would_change_is_refused_by_the_name_of_its_part() -> None:
+def test_state_that_json_would_change_is_refused_by_the_name_of_its_part():
     class Tuples(unstable.StepBuffer):
         def state_dict(self) -> dict[str, Any]:
             return super().state_dict() | {"mine": (1, 2)}
@@ -111,7 +110,7 @@ def test_state_that_json_would_change_is_refused_by_the_name_of_its_part() -> No
         lasting_state("buffer", Tuples(8))
 
 
-def test_state_of_a_subclass_without_its_own_state_is_kept() -> None:
+def test_state_of_a_subclass_without_its_own_state_is_kept():
     class MyRegistry(unstable.ModelRegistry):
         pass
 
@@ -124,7 +123,7 @@ def test_state_of_a_subclass_without_its_own_state_is_kept() -> None:
     assert restored.state_dict()["draws"] == registry.state_dict()["draws"] == {"Nim-v0-train": [0, 1]}
 
 
-def test_algorithm_may_be_a_class_of_the_package_or_another_that_workers_can_import() -> None:
+def test_algorithm_may_be_a_class_of_the_package_or_another_that_workers_can_import():
     assert config_of(Silent).algorithm == f"{__name__}:Silent"
     assert find("algorithm", name_of("algorithm", Silent), {}) is Silent
     assert config_of(REINFORCELearner).algorithm == "reinforce"

@@ -38,7 +38,7 @@ def adapters(directory: Path, count: int) -> list[Path]:
     return [write_adapter(directory / f"rival-{n}", fitting(TINY, n), base=TINY) for n in range(count)]
 
 
-def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_path: Path) -> None:
+def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_path):
     config, registry = config_of("random"), registry_with(*adapters(tmp_path, 3))
     assert adapter_slots_needed(config) == 8
     frozen = keep_frozen(make_plan(config), registry, tmp_path / "run", print)
@@ -50,14 +50,14 @@ def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_p
     assert in_flight(config, {}, len(frozen)).limit < in_flight(config, {}).limit
 
 
-def test_players_added_by_hand_are_refused_if_the_checkpoints_leave_no_slot_are_refused(tmp_path: Path) -> None:
+def test_players_added_by_hand_are_refused_if_the_checkpoints_leave_no_slot_are_refused(tmp_path):
     config = config_of("random", max_active_checkpoints=5)
     with pytest.raises(ConfigError, match="with 2 frozen players this league needs at least 9 adapter slots"):
         keep_frozen(make_plan(config), registry_with(*adapters(tmp_path, 2)), tmp_path / "run", print)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path: Path, is_gone: bool) -> None:
+def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path, is_gone):
     other, run = tmp_path / "other", tmp_path / "run"
     first = write_adapter(other / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY)
     key, name = read_facts(first).key, f"run:{other}/newest"
@@ -73,7 +73,7 @@ def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path: Path, 
     assert read_facts(copy).key == key
 
 
-def test_adapter_of_the_config_that_changed_since_the_check_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_the_config_that_changed_since_the_check_is_refused(tmp_path):
     (path,) = adapters(tmp_path, 1)
     plan, registry = make_plan(config_of("fixed", fixed_opponents=[f"adapter:{path}"])), ModelRegistry()
     add_training_opponents(plan.config, registry)

@@ -124,7 +124,7 @@ SICK = {"learner/staleness_mean": 7.0, "learner/num_tokens": 10.0}
 WELL = SICK | {"learner/staleness_mean": 0.0}
 
 
-async def test_warning_is_logged_kept_counted_and_shown_and_the_run_continues(watch: Callable[..., Watched]) -> None:
+async def test_warning_is_logged_kept_counted_and_shown_and_the_run_continues(watch):
     watched = watch(staleness={"updates": 2})
     assert watched.health.status() == ""
     assert watched.health.check_update(1, SICK)["alarms/staleness"] == 0
@@ -143,7 +143,7 @@ async def test_warning_is_logged_kept_counted_and_shown_and_the_run_continues(wa
     assert "on:" not in watched.health.status()
 
 
-async def test_lasting_alarm_is_repeated_and_listed_once_and_its_stop_is_named(watch: Callable[..., Watched]) -> None:
+async def test_lasting_alarm_is_repeated_and_listed_once_and_its_stop_is_named(watch):
     watched = watch(staleness={"updates": 1, "action": "stop"})
     watched.check([1], SICK)
     assert watched.stop.is_set()
@@ -157,9 +157,7 @@ async def test_lasting_alarm_is_repeated_and_listed_once_and_its_stop_is_named(w
     assert text == f"update {lines[0]['step']}: {lines[0]['text']}"
 
 
-async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(
-    watch: Callable[..., Watched], tmp_path: Path
-) -> None:
+async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(watch, tmp_path):
     watched = watch(staleness={"updates": 1, "action": "pause"})
     await watched.health.pause_if_asked(watched.save)
     assert not watched.logged
@@ -185,9 +183,7 @@ async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(
     assert not (tmp_path / PAUSED).exists()
 
 
-async def test_pause_reports_that_the_newest_update_could_not_be_saved(
-    watch: Callable[..., Watched], tmp_path: Path
-) -> None:
+async def test_pause_reports_that_the_newest_update_could_not_be_saved(watch, tmp_path):
     watched = watch(staleness={"updates": 1, "action": "pause"})
     path = tmp_path / "checkpoints" / "ckpt-10"
     for saved, newest in (((path, 10), str(path)), ((None, 0), "no checkpoint")):
@@ -201,9 +197,7 @@ async def test_pause_reports_that_the_newest_update_could_not_be_saved(
         await pausing
 
 
-async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(
-    watch: Callable[..., Watched], tmp_path: Path
-) -> None:
+async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(watch, tmp_path):
     watched = watch(staleness={"updates": 1, "action": "pause"})
     watched.health.check_update(1, SICK)
     (tmp_path / PAUSED).symlink_to("/dev/full")
@@ -215,7 +209,7 @@ async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(
     assert not (tmp_path / PAUSED).is_symlink()
 
 
-async def test_collapse_names_the_best_kept_checkpoint(watched: Watched) -> None:
+async def test_collapse_names_the_best_kept_checkpoint(watched):
     for name in ("ckpt-4", "ckpt-10", "ckpt-5-best"):  # the last is a user's copy
         (watched.directory / "checkpoints" / name).mkdir(parents=True)
     watched.health.check_evaluation(evaluation(20, 0))
@@ -234,7 +228,7 @@ async def test_collapse_names_the_best_kept_checkpoint(watched: Watched) -> None
     assert watched.health.collapsed() == []
 
 
-async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched: Watched) -> None:
+async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched):
     watched.tracker.evaluations = [evaluation(90, 5), evaluation(10, 10)]
     watched.health.check_evaluation(watched.tracker.evaluations[0])
     state = json.loads(json.dumps(watched.health.state_dict()))
@@ -248,7 +242,7 @@ async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched: Watche
     assert resumed.check_update(16, {})["alarms/collapse"] == 1
 
 
-async def test_entropy_is_compared_with_the_first_updates_even_after_resume(watched: Watched) -> None:
+async def test_entropy_is_compared_with_the_first_updates_even_after_resume(watched):
     def update(health: TrainingHealth, number: int, entropy: float) -> float:
         metrics = {"learner/entropy": entropy, "learner/num_tokens": 100.0}
         return health.check_update(number, metrics)["alarms/high_entropy"]
@@ -262,7 +256,7 @@ async def test_entropy_is_compared_with_the_first_updates_even_after_resume(watc
     assert re.search(r"\b100 tokens\b.* 3\.10 nats", text)
 
 
-async def test_training_games_are_compared_with_earlier_better_ones(watched: Watched) -> None:
+async def test_training_games_are_compared_with_earlier_better_ones(watched):
     watched.play(512, "win")
     watched.play(512, "win", kind="eval")
     watched.check([1])
@@ -292,7 +286,7 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     ],
     ids=["games that start within a game", "another sampling of an eval env"],
 )
-async def test_games_of_another_sort_are_not_compared(watched: Watched, kind: GameKind, change: dict[str, Any]) -> None:
+async def test_games_of_another_sort_are_not_compared(watched, kind, change):
     watched.play(512, "win", kind=kind)
     watched.check([1])
     record = game("loss", kind=kind)
@@ -303,7 +297,7 @@ async def test_games_of_another_sort_are_not_compared(watched: Watched, kind: Ga
     assert watched.tracker.alarms == []
 
 
-async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched: Watched) -> None:
+async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched):
     def add(reason: str, count: int, end: GameEnd = "void", **made: Any) -> None:
         for _ in range(count):
             record = game(end=end, **made)
@@ -334,9 +328,7 @@ async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched: Watch
 
 
 @pytest.mark.parametrize(("num_tokens", "is_alarm"), [(5, True), (7, False)])
-async def test_answers_that_the_context_cut_off_raise_an_alarm(
-    watched: Watched, num_tokens: int, is_alarm: bool
-) -> None:
+async def test_answers_that_the_context_cut_off_raise_an_alarm(watched, num_tokens, is_alarm):
     watched.config.engine.__dict__["max_generation_len"] = 7
     for _ in range(100):
         record = game()
@@ -351,7 +343,7 @@ async def test_answers_that_the_context_cut_off_raise_an_alarm(
     assert [("context_full in E" in alarm) for alarm in watched.tracker.alarms] == [True] * is_alarm
 
 
-async def test_game_ended_by_any_own_seat_counts_whole(watched: Watched) -> None:
+async def test_game_ended_by_any_own_seat_counts_whole(watched):
     both_seats = game(opponent=POLICY, end="invalid", invalid_pids=(1,))
     seats = tuple(replace(agent, collect_data=True) for agent in both_seats.spec.agent_specs)
     both_seats.spec = replace(both_seats.spec, agent_specs=seats)
@@ -362,7 +354,7 @@ async def test_game_ended_by_any_own_seat_counts_whole(watched: Watched) -> None
     assert re.search(r"invalid_moves: 100\.0%.* 512 .* E ", alarm)
 
 
-async def test_games_without_steps_starve_the_learner(watch: Callable[..., Watched]) -> None:
+async def test_games_without_steps_starve_the_learner(watch):
     watched = watch(starved={"threshold": 0.05, "action": "stop"})
     watching = asyncio.create_task(watched.health.run())
     await asyncio.sleep(0.2)
@@ -382,7 +374,7 @@ async def test_games_without_steps_starve_the_learner(watch: Callable[..., Watch
     watching.cancel()
 
 
-async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch: Callable[..., Watched]) -> None:
+async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch):
     watched = watch(batch_size=2, starved={"threshold": 0.2, "action": "stop"})
     watched.buffer.max_staleness = 0
     watching = asyncio.create_task(watched.health.run())
@@ -397,7 +389,7 @@ async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch
     watching.cancel()
 
 
-async def test_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[..., Watched]) -> None:
+async def test_env_whose_steps_never_reach_the_learner_is_named(watch):
     watched = watch(starved={"threshold": 0.05})
     (env_id,) = (env.env_id for env in watched.config.train_envs)
     record = game()
@@ -414,7 +406,7 @@ async def test_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[
     assert "starved" in watched.logged[-1]
 
 
-async def test_time_in_a_pause_does_not_starve_an_env(watch: Callable[..., Watched], tmp_path: Path) -> None:
+async def test_time_in_a_pause_does_not_starve_an_env(watch, tmp_path):
     watched = watch(starved={"threshold": 0.2}, staleness={"updates": 1, "action": "pause"})
     watched.add_record(game())
     watched.health.check_update(1, SICK)
@@ -426,7 +418,7 @@ async def test_time_in_a_pause_does_not_starve_an_env(watch: Callable[..., Watch
     assert not any("starved" in text for text in watched.logged)
 
 
-async def test_learner_with_a_waiting_batch_does_not_starve(watch: Callable[..., Watched]) -> None:
+async def test_learner_with_a_waiting_batch_does_not_starve(watch):
     watched = watch(batch_size=2, starved={"threshold": 0.05})
     watching = asyncio.create_task(watched.health.run())
     for record in (game(), game(), game(end="void")):
@@ -445,7 +437,7 @@ async def test_learner_with_a_waiting_batch_does_not_starve(watch: Callable[...,
     watching.cancel()
 
 
-async def test_batches_skipped_in_a_row_stop_the_run(watched: Watched) -> None:
+async def test_batches_skipped_in_a_row_stop_the_run(watched):
     for in_a_row in range(1, 10):
         watched.health.check_skipped(in_a_row, "not finite: loss nan")
     assert not watched.stop.is_set()
@@ -458,7 +450,7 @@ async def test_batches_skipped_in_a_row_stop_the_run(watched: Watched) -> None:
     assert re.search(r"\b10 batches\b.*not finite: loss nan", watched.health.stopped_by)
 
 
-async def test_batches_of_steps_and_of_trajectories_are_measured(watched: Watched) -> None:
+async def test_batches_of_steps_and_of_trajectories_are_measured(watched):
     steps = game().trajectories[0].steps
     for batch in (steps * 3, [steps * 2, steps]):
         metrics = await watched.health.measure(batch)

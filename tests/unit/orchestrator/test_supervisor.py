@@ -34,7 +34,7 @@ def deaths_until_the_end(places: Sequence[str]) -> int:
     return len(places)
 
 
-def test_death_at_the_same_place_more_than_an_hour_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_at_the_same_place_more_than_an_hour_ago_does_not_count(monkeypatch):
     monkeypatch.setattr("time.monotonic", itertools.count(0, 4000).__next__)
     assert deaths_until_the_end([HERE, HERE, HERE]) == 3
 
@@ -49,11 +49,11 @@ def test_death_at_the_same_place_more_than_an_hour_ago_does_not_count(monkeypatc
     ],
     ids=["the same place", "a kill between", "other lines and errors", "no code of the user"],
 )
-def test_second_death_at_the_same_place_ends_the_run(places: list[str], restarts: int) -> None:
+def test_second_death_at_the_same_place_ends_the_run(places, restarts):
     assert deaths_until_the_end(places) == restarts
 
 
-async def test_worker_that_cannot_be_restored_ends_the_run() -> None:
+async def test_worker_that_cannot_be_restored_ends_the_run():
     async def ready(timeout_s: float) -> None: ...
 
     async def for_ever(*_: object, **__: object) -> float:
@@ -79,7 +79,7 @@ async def _fails() -> None:
     raise ValueError("no")
 
 
-def test_run_collects_garbage_rarely_and_restores_the_settings() -> None:
+def test_run_collects_garbage_rarely_and_restores_the_settings():
     gc.unfreeze()  # a vLLM engine in this process may have frozen objects
     before = gc.get_threshold(), gc.get_freeze_count()
     threshold, num_frozen = run_in_loop(_collector())
@@ -93,7 +93,7 @@ def test_run_collects_garbage_rarely_and_restores_the_settings() -> None:
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=lambda one: one.name
 )
-async def test_signals_that_ask_for_the_end_are_handled(signum: signal.Signals) -> None:
+async def test_signals_that_ask_for_the_end_are_handled(signum):
     received, before = asyncio.Event(), signal.getsignal(signum)
     signal.signal(signum, signal.SIG_DFL)  # the tests may run under nohup
     try:
@@ -105,7 +105,7 @@ async def test_signals_that_ask_for_the_end_are_handled(signum: signal.Signals) 
         signal.signal(signum, before)
 
 
-async def test_run_in_a_thread_handles_no_signals() -> None:
+async def test_run_in_a_thread_handles_no_signals():
     async def run() -> None:
         with handled_signals(lambda: None):
             pass

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 from test_collector import MIRROR, League, any_cell_of_many
@@ -21,7 +20,7 @@ def make_spec(game_idx: int, env_id: str = "E", seats: int = 2) -> GameSpec:
     return game_records.make_spec(BASE, BASE, trained=range(seats), game_idx=game_idx, env_id=env_id, max_turns=50)
 
 
-def test_games_in_flight_count_by_env_and_collected_seats() -> None:
+def test_games_in_flight_count_by_env_and_collected_seats():
     in_flight = InFlight(10, 10, 8, {"E": 3.0, "F": 10.0})
     in_flight.begin(make_spec(0))
     in_flight.begin(make_spec(1, "F", seats=1))
@@ -34,7 +33,7 @@ def test_games_in_flight_count_by_env_and_collected_seats() -> None:
     assert in_flight.steps == 50
 
 
-def test_game_lengths_are_learnt_in_starting_order() -> None:
+def test_game_lengths_are_learnt_in_starting_order():
     in_flight = InFlight(10, 10, 8, {"E": 3.0})
     for game_idx in range(101):
         in_flight.begin(make_spec(game_idx))
@@ -45,21 +44,21 @@ def test_game_lengths_are_learnt_in_starting_order() -> None:
     assert in_flight.steps == pytest.approx(2 * 1.0, abs=0.2)
 
 
-def test_spread_is_long_over_mean_lifetime_without_the_top_percent() -> None:
+def test_spread_is_long_over_mean_lifetime_without_the_top_percent():
     assert spread_of([(10, 5)] * 20) == 1.0
     assert spread_of([(6, 6)] * 50 + [(30, 30)] * 50) == pytest.approx(30 / 18)
     rare = [(10, 10)] * 10_000 + [(200, 200)] * 3
     assert spread_of(rare) == pytest.approx(1.0, abs=0.01)
 
 
-def test_limit_grows_with_allowed_age_and_shrinks_with_spread() -> None:
+def test_limit_grows_with_allowed_age_and_shrinks_with_spread():
     for max_age, spread, limit in ((8, 1.0, 700), (8, 2.0, 350), (1, 2.0, 0)):
         in_flight = InFlight(100, 100, max_age, {})
         in_flight.spread = spread
         assert in_flight.limit == limit
 
 
-def test_step_ages_from_its_own_turn_if_turns_have_different_versions() -> None:
+def test_step_ages_from_its_own_turn_if_turns_have_different_versions():
     assert list(ages_by_turn([(8.0, 4)])) == [(8.0, 1), (6.0, 1), (4.0, 1), (2.0, 1)]
     (*_, (youngest, steps)) = ages_by_turn([(100.0, 1000)])
     assert (youngest, steps) == (100 / 16, 1000 / 16), "sixteen ages represent a long game"
@@ -69,7 +68,7 @@ def test_step_ages_from_its_own_turn_if_turns_have_different_versions() -> None:
     assert spread_of(rare, ages_by_turn(rare)) < 0.6 * spread_of(rare), "only its first turns are old"
 
 
-def test_slots_limit_the_length_of_turns_instead_of_games() -> None:
+def test_slots_limit_the_length_of_turns_instead_of_games():
     by_game, by_turn = InFlight(100, 100, 1, {}), InFlight(100, 100, 8, {}, max_turn_age=1)
     for in_flight in (by_game, by_turn):
         in_flight.set_spreads([(20.0, 10)] * 100)
@@ -81,13 +80,13 @@ def test_slots_limit_the_length_of_turns_instead_of_games() -> None:
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 8])
-def test_game_may_start_whenever_the_learner_would_lack_steps(max_age: int) -> None:
+def test_game_may_start_whenever_the_learner_would_lack_steps(max_age):
     in_flight = InFlight(1000, 1500, max_age, {"E": 3.0})
     assert all(in_flight.has_room(held) for held in range(0, 1500, 100))
     assert not in_flight.has_room(10_000)
 
 
-def test_learnt_lengths_are_part_of_the_buffer_state() -> None:
+def test_learnt_lengths_are_part_of_the_buffer_state():
     first, second = StepBuffer(10), StepBuffer(10)
     first.in_flight, second.in_flight = InFlight(10, 10, 8, {"E": 3.0}), InFlight(10, 10, 8, {"E": 3.0})
     rng = random.Random(0)
@@ -102,14 +101,14 @@ def test_learnt_lengths_are_part_of_the_buffer_state() -> None:
     assert second.in_flight.steps == first.in_flight.steps
 
 
-def test_classes_of_game_length_have_plain_names() -> None:
+def test_classes_of_game_length_have_plain_names():
     named = {turns: length_class(turns) for turns in (1, 4, 5, 16, 17, 64, 65, 200)}
     assert list(named.values()) == [
         "1-4 turns", "1-4 turns", "5-8 turns", "9-16 turns", "17-32 turns", "33-64 turns", "65+ turns", "65+ turns",
     ]  # fmt: skip
 
 
-async def test_cancelled_waiter_for_room_passes_its_turn_on() -> None:
+async def test_cancelled_waiter_for_room_passes_its_turn_on():
     buffer = StepBuffer(2)
     buffer.in_flight = InFlight(2, 2, 0, {"E": 3.0})
     buffer.begin_game(make_spec(0))
@@ -121,7 +120,7 @@ async def test_cancelled_waiter_for_room_passes_its_turn_on() -> None:
     await asyncio.wait_for(second, 5)
 
 
-async def test_room_for_many_games_wakes_as_many_waiters() -> None:
+async def test_room_for_many_games_wakes_as_many_waiters():
     buffer = StepBuffer(100)
     buffer.in_flight = InFlight(10, 10, 0, {"E": 100.0})
     buffer.begin_game(make_spec(0))
@@ -148,15 +147,8 @@ async def test_room_for_many_games_wakes_as_many_waiters() -> None:
     ],
 )
 async def test_learner_gets_every_batch_for_any_settings(
-    tmp_path: Path,
-    batch: int,
-    buffer_size: int,
-    max_age: int,
-    workers: int,
-    group_size: int,
-    delay: float,
-    expected: float,
-) -> None:
+    tmp_path, batch, buffer_size, max_age, workers, group_size, delay, expected
+):
     league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=group_size)
     league.buffer.batch_delay = delay
     least = math.ceil(delay * batch)
@@ -166,7 +158,7 @@ async def test_learner_gets_every_batch_for_any_settings(
             await league.buffer.get_batch(batch, 0)
 
 
-async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path: Path) -> None:
+async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path):
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR)
     league.buffer.in_flight = InFlight(20, 20, 4, {MIRROR.env_id: 3.5})
     most = 0
@@ -182,7 +174,7 @@ async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path:
     assert 1 < most <= 20, "of 100 workers"
 
 
-async def test_games_of_a_group_are_played_together_despite_the_limit(tmp_path: Path) -> None:
+async def test_games_of_a_group_are_played_together_despite_the_limit(tmp_path):
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR, group_size=8)
     league.buffer.in_flight = InFlight(20, 20, 0, {MIRROR.env_id: 100.0})
     flying = set()
@@ -196,7 +188,7 @@ async def test_games_of_a_group_are_played_together_despite_the_limit(tmp_path: 
     assert max(flying) == 8, "exactly one whole group at once"
 
 
-async def test_sync_round_plays_as_many_games_as_a_batch_needs(tmp_path: Path) -> None:
+async def test_sync_round_plays_as_many_games_as_a_batch_needs(tmp_path):
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR)
     league.collector._lock_step = LockStep(any_cell_of_many)
     league.buffer.in_flight = InFlight(50, 50, 0, {MIRROR.env_id: 5.0})

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections import Counter, defaultdict
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -61,7 +60,7 @@ def is_branched(group: list[GameRecord]) -> bool:
 
 
 @pytest.mark.parametrize("env_id", [KUHN, NIM, PIG])
-async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id: str) -> None:
+async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id):
     groups, _ = await play(config(env_id, group_size=3), 40)
     assert not is_branched(groups[0])  # no game has been played yet
     branched = [group for group in groups if is_branched(group)]
@@ -90,7 +89,7 @@ async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id: st
     assert first_actions[2] + first_actions[3] > len(branched) / 3  # the games differ from there on
 
 
-async def test_repeated_turns_are_not_trained_on_and_count_in_the_context() -> None:
+async def test_repeated_turns_are_not_trained_on_and_count_in_the_context():
     groups, _ = await play(config(NIM, num_actors=2), 20)
     for record in itertools.chain.from_iterable(groups):
         before = len(record.spec.start.turns) if record.spec.start is not None else 0
@@ -104,7 +103,7 @@ async def test_repeated_turns_are_not_trained_on_and_count_in_the_context() -> N
                 assert step.context.branch_turn == (before or None)
 
 
-async def test_advantages_compare_the_games_of_a_branch() -> None:
+async def test_advantages_compare_the_games_of_a_branch():
     groups, _ = await play(config(NIM), 30)
     of = config(NIM)
     buffer = make_buffer(of)
@@ -124,7 +123,7 @@ async def test_advantages_compare_the_games_of_a_branch() -> None:
 
 
 @pytest.mark.parametrize("env_id", [PIG, NIM])
-async def test_same_chance_repeats_dice_and_opponent_and_fresh_chance_does_not(env_id: str) -> None:
+async def test_same_chance_repeats_dice_and_opponent_and_fresh_chance_does_not(env_id):
     """The policy always takes the first legal action, which in Pig is to roll; its opponent draws."""
 
     class Same(RandomPolicy):
@@ -148,7 +147,7 @@ async def test_same_chance_repeats_dice_and_opponent_and_fresh_chance_does_not(e
     assert different["fresh"] > 1.5
 
 
-async def test_opponent_that_remembers_is_asked_again() -> None:
+async def test_opponent_that_remembers_is_asked_again():
     """MCTS follows the game from its own last move; each of its turns is taken again, with the same result."""
     of = config("openspiel:nim(pile_sizes=3;4,is_misere=False)")
     league = of.league.model_copy(update={"fixed_opponents": ("scripted:mcts:3",)})
@@ -156,7 +155,7 @@ async def test_opponent_that_remembers_is_asked_again() -> None:
     assert sum(map(is_branched, groups)) > 5
 
 
-async def test_opponent_that_does_not_repeat_is_named() -> None:
+async def test_opponent_that_does_not_repeat_is_named():
     groups, _ = await play(config(NIM), 20)
     factory = PlayerFactory(RandomPolicy(NIM).generate)
     spec = next(group[0].spec for group in groups if is_branched(group))
@@ -167,7 +166,7 @@ async def test_opponent_that_does_not_repeat_is_named() -> None:
         await played(replace(spec, start=replace(spec.start, turns=tuple(turns))), factory)
 
 
-async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgotten() -> None:
+async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgotten():
     of = config(RESTLESS, num_actors=2)
     scheduler, factory = scheduler_of(of), PlayerFactory(RandomPolicy(NIM).generate)
     runner = GameRunner(factory, of.run)
@@ -181,7 +180,7 @@ async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgot
     assert not any(scheduler.next_train_group()[0].start for _ in range(20))
 
 
-async def test_game_lost_with_the_process_of_another_game_forgets_no_state() -> None:
+async def test_game_lost_with_the_process_of_another_game_forgets_no_state():
     _, scheduler = await play(config(NIM, num_actors=2), 30)
     group = next(group for group in iter(scheduler.next_train_group, None) if group[0].start is not None)
     for spec in group:
@@ -191,7 +190,7 @@ async def test_game_lost_with_the_process_of_another_game_forgets_no_state() -> 
     assert any(scheduler.next_train_group()[0].start for _ in range(20))
 
 
-async def test_state_of_an_env_that_is_played_in_another_way_is_not_used() -> None:
+async def test_state_of_an_env_that_is_played_in_another_way_is_not_used():
     _, scheduler = await play(config(NIM), 30)
     saved = lasting("scheduler", scheduler.state_dict())  # as of a custom scheduler
     for changes in ({"observation": "first-last"}, {"env_kwargs": (("piles", (3, 3)),)}, {"max_turns": 4}):
@@ -205,7 +204,7 @@ async def test_state_of_an_env_that_is_played_in_another_way_is_not_used() -> No
     assert any(same.next_train_group()[0].start for _ in range(20))
 
 
-async def test_branched_games_change_neither_ratings_nor_samplers() -> None:
+async def test_branched_games_change_neither_ratings_nor_samplers():
     groups, scheduler = await play(config(NIM), 40)
     counted = sum(len(group) for group in groups if not is_branched(group))
     assert sum(scheduler.registry.match_counts.values()) == counted
@@ -223,7 +222,7 @@ def game_of(spec: GameSpec, num_turns: int, reward: float = 0.0) -> GameRecord:
     return record
 
 
-async def test_uncertain_branches_start_where_returns_differ() -> None:
+async def test_uncertain_branches_start_where_returns_differ():
     """A game whose third turn decides it, and whose others do nothing."""
     points = Branching(config().train_envs, share=0.9, at="uncertain")
     scheduler = scheduler_of(config(NIM, num_actors=2))
@@ -244,7 +243,7 @@ async def test_uncertain_branches_start_where_returns_differ() -> None:
     assert min(chosen.values()) > 0.02 * chosen.total()  # every turn is measured again
 
 
-async def test_branched_game_is_in_the_report_but_not_in_its_results_and_metrics(tmp_path: Path) -> None:
+async def test_branched_game_is_in_the_report_but_not_in_its_results_and_metrics(tmp_path):
     groups, _ = await play(config(NIM), 12)
     void = next(new_record(replace(group[0].spec, game_idx=999)) for group in groups if is_branched(group))
     tracker = Tracker(tmp_path, [], TrackerConfig())
@@ -295,7 +294,7 @@ def problems(env: dict[str, Any] | None = None, **options: Any) -> list[str]:
         ({"chance": "none"}, "branching: .* chance = 'none'"),
     ],
 )
-def test_contradiction_is_refused_by_check(given: dict[str, Any], says: str) -> None:
+def test_contradiction_is_refused_by_check(given, says):
     (problem,) = problems(**given)
     assert re.match(says, problem), problem
     assert problems() == []
@@ -304,7 +303,7 @@ def test_contradiction_is_refused_by_check(given: dict[str, Any], says: str) -> 
 @pytest.mark.parametrize(
     "sections", [{"run": {}}, {"rewards": {"group_baseline": "duplicate"}, "run": {"group_size": 4}}]
 )
-def test_games_without_a_group_that_starts_in_one_state_are_refused(sections: dict[str, Any]) -> None:
+def test_games_without_a_group_that_starts_in_one_state_are_refused(sections):
     of = config().model_dump(exclude_unset=True) | {"algorithm": "reinforce", "rewards": {}} | sections
     scheduler = scheduler_of(resolve_defaults(Config.model_validate(of)))
     with pytest.raises(ConfigError, match=r"so it needs run\.group_size of 2 or more, .* not 'duplicate'"):

@@ -117,7 +117,7 @@ class League:
                     await task
 
 
-async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -> None:
+async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path):
     league = League(tmp_path, buffer_size=5)
     async with league.playing(4):
         while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
@@ -133,7 +133,7 @@ async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -
             await asyncio.sleep(0.001)
 
 
-async def test_games_start_only_while_unpaused_and_each_gives_one_record_and_its_steps(tmp_path: Path) -> None:
+async def test_games_start_only_while_unpaused_and_each_gives_one_record_and_its_steps(tmp_path):
     league = League(tmp_path)
     league.collector.unpaused.clear()
     async with league.playing(4, 2):
@@ -149,7 +149,7 @@ async def test_games_start_only_while_unpaused_and_each_gives_one_record_and_its
     assert league.buffer.added == steps
 
 
-async def test_evaluation_games_skip_the_buffer_and_balance_seats(tmp_path: Path) -> None:
+async def test_evaluation_games_skip_the_buffer_and_balance_seats(tmp_path):
     league = League(tmp_path)
     records = await league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=7)
     assert len(records) == 40
@@ -159,7 +159,7 @@ async def test_evaluation_games_skip_the_buffer_and_balance_seats(tmp_path: Path
     assert all(record.spec.seed % 2 == 1 for record in records)
 
 
-async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path: Path) -> None:
+async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path):
     league = League(tmp_path, failing(5, any_cell))
     await league.collect_until(lambda: len(league.records) >= 40)
     void = [record for record in league.records if record.end == "void"]
@@ -171,7 +171,7 @@ async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path: Path
     assert league.registry.get("base").games == len(whole)
 
 
-async def test_finished_game_is_released_before_the_next_starts(tmp_path: Path) -> None:
+async def test_finished_game_is_released_before_the_next_starts(tmp_path):
     def alive() -> int:
         gc.collect()
         # isinstance would read each object's class, which makes torch warn of its deprecations.
@@ -197,7 +197,7 @@ async def test_finished_game_is_released_before_the_next_starts(tmp_path: Path) 
     assert kept and kept <= {1, 2}, "one training game and one evaluation game"
 
 
-async def test_dead_worker_ends_the_run_instead_of_voiding_games(tmp_path: Path) -> None:
+async def test_dead_worker_ends_the_run_instead_of_voiding_games(tmp_path):
     async def dead(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise WorkerDied("engine-0 was killed")
 
@@ -208,14 +208,14 @@ async def test_dead_worker_ends_the_run_instead_of_voiding_games(tmp_path: Path)
     assert league.records == []
 
 
-async def test_game_over_its_time_limit_is_void(tmp_path: Path) -> None:
+async def test_game_over_its_time_limit_is_void(tmp_path):
     league = League(tmp_path, never, game_timeout_s=0.05)
     await league.collect_until(lambda: len(league.records) >= 3, workers=2)
     assert all("run.game_timeout_s = 0.05" in str(record.error) for record in league.records)
     assert league.collector.games_in_flight["train"] == 0
 
 
-async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path: Path) -> None:
+async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path):
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
@@ -237,7 +237,7 @@ async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path: Path) -> No
     assert last > 0.19, "it began while the clock was stopped, and keeps its full time"
 
 
-async def test_game_that_ends_with_the_run_is_still_counted(tmp_path: Path) -> None:
+async def test_game_that_ends_with_the_run_is_still_counted(tmp_path):
     league = League(tmp_path)
     before = asyncio.all_tasks()
     task = asyncio.create_task(league.collector.run(8, 2))
@@ -255,7 +255,7 @@ async def test_game_that_ends_with_the_run_is_still_counted(tmp_path: Path) -> N
     assert league.buffer.added == steps
 
 
-async def test_cancelling_the_collector_leaves_no_game_and_no_task(tmp_path: Path) -> None:
+async def test_cancelling_the_collector_leaves_no_game_and_no_task(tmp_path):
     league = League(tmp_path)
     before = asyncio.all_tasks()
     await league.collect_until(lambda: len(league.records) >= 5, workers=20, eval_workers=5)
@@ -265,9 +265,7 @@ async def test_cancelling_the_collector_leaves_no_game_and_no_task(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("eval_share", "least", "most"), [(0.1, 0.05, 0.1), (0.4, 0.2, 0.4), (1, 0.25, 1)])
-async def test_evaluations_take_at_most_their_share_of_the_games(
-    tmp_path: Path, eval_share: float, least: float, most: float
-) -> None:
+async def test_evaluations_take_at_most_their_share_of_the_games(tmp_path, eval_share, least, most):
     league = League(tmp_path, eval_share=eval_share, buffer_size=50)
     quota = asyncio.create_task(league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=2))
 
@@ -300,9 +298,7 @@ STREAM = random.Random(0)
 
 
 @pytest.mark.parametrize(("buffer_size", "workers"), [(5, 3), (5, 20), (12, 1), (40, 5)])
-async def test_started_group_is_finished_even_if_the_buffer_is_full(
-    tmp_path: Path, buffer_size: int, workers: int
-) -> None:
+async def test_started_group_is_finished_even_if_the_buffer_is_full(tmp_path, buffer_size, workers):
     league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=4)
     async with league.playing(workers):
         for _ in range(3):
@@ -315,9 +311,7 @@ async def test_started_group_is_finished_even_if_the_buffer_is_full(
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
 
 
-async def test_void_games_shrink_their_group_and_block_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_void_games_shrink_their_group_and_block_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(run_game, "MAX_VOID_GAMES", 1000)
     league = League(tmp_path, failing(4, any_cell_of_many), 30, MIRROR, group_size=2)
     groups = league.buffer.group_counts
@@ -326,7 +320,7 @@ async def test_void_games_shrink_their_group_and_block_no_other(
             await league.buffer.get_batch(2, 0)
 
 
-async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(tmp_path: Path) -> None:
+async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(tmp_path):
     league = League(tmp_path, any_cell_of_many, group_size=6)
     offer(league.table, 1)
     offer(league.table, 2)
@@ -383,9 +377,7 @@ def against(records: list[GameRecord], name: str, is_void: bool) -> int:
     return sum((record.end == "void") == is_void for record in seated)
 
 
-async def test_failed_opponent_is_avoided_until_it_is_back(
-    remote_league: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_opponent_is_avoided_until_it_is_back(remote_league, monkeypatch):
     new, server = remote_league
     monkeypatch.setattr(openai_compatible, "PAUSE_S", 0.3)
     league = new({}, fixed_opponents=("scripted:random", REMOTE))
@@ -405,9 +397,7 @@ async def test_failed_opponent_is_avoided_until_it_is_back(
     assert league.registry.get(f"fixed-{REMOTE}").games == against(league.records, REMOTE, is_void=False)
 
 
-async def test_league_with_only_a_failed_opponent_waits_for_it(
-    remote_league: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_league_with_only_a_failed_opponent_waits_for_it(remote_league, monkeypatch):
     new, server = remote_league
     monkeypatch.setattr(collector, "REDRAW_S", 0.02)
     league = new({}, fixed_opponents=(REMOTE,))
@@ -423,9 +413,7 @@ async def test_league_with_only_a_failed_opponent_waits_for_it(
 
 
 @pytest.mark.parametrize("others", [("scripted:random",), ()])
-async def test_spent_budget_removes_its_opponents_and_ends_a_run_without_others(
-    remote_league: Remote, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
-) -> None:
+async def test_spent_budget_removes_its_opponents_and_ends_a_run_without_others(remote_league, monkeypatch, others):
     new, server = remote_league
     monkeypatch.setattr(collector, "REDRAW_S", 0.02)
     monkeypatch.setattr(collector, "NOTHING_TO_PLAY_S", 0.1)
@@ -443,7 +431,7 @@ async def test_spent_budget_removes_its_opponents_and_ends_a_run_without_others(
     assert against(league.records, REMOTE, is_void=True) <= 8
 
 
-async def test_slow_opponent_does_not_get_its_env_quarantined(remote_league: Remote) -> None:
+async def test_slow_opponent_does_not_get_its_env_quarantined(remote_league):
     new, server = remote_league
     server.answer = lambda body: time.sleep(0.2) or free_cell(body)
     league = new({}, fixed_opponents=(REMOTE,), game_timeout_s=0.05)
@@ -451,9 +439,7 @@ async def test_slow_opponent_does_not_get_its_env_quarantined(remote_league: Rem
     assert all(str(r.error).startswith("OpponentError: ") and "0.05" in str(r.error) for r in league.records)
 
 
-async def test_evaluation_waits_for_its_opponent_for_a_limited_time(
-    remote_league: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_evaluation_waits_for_its_opponent_for_a_limited_time(remote_league, monkeypatch):
     new, server = remote_league
     monkeypatch.setattr(openai_compatible, "POLL_S", 0.02)
     env = EvalEnvSpec(
@@ -474,9 +460,7 @@ async def test_evaluation_waits_for_its_opponent_for_a_limited_time(
     assert any("down" in str(record.error) for record in records)
 
 
-async def test_concurrent_evaluation_skips_a_failed_opponent(
-    remote_league: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_evaluation_skips_a_failed_opponent(remote_league, monkeypatch):
     new, server = remote_league
     monkeypatch.setattr(openai_compatible, "PAUSE_S", 60)
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, prompt_template="tiny", fixed_opponent=REMOTE)
@@ -515,7 +499,7 @@ class EngineInWaves:
         return answer(prompt, version)
 
 
-async def test_requests_leave_in_seed_order_once_every_game_asked_or_ended() -> None:
+async def test_requests_leave_in_seed_order_once_every_game_asked_or_ended():
     engine, chance, order = EngineInWaves(), random.Random(2), list[int]()
     lock_step = LockStep(engine.generate)
 
@@ -531,7 +515,7 @@ async def test_requests_leave_in_seed_order_once_every_game_asked_or_ended() -> 
     assert order == [0, 1, 3, 10, 11, 21]
 
 
-async def test_failed_or_abandoned_request_does_not_delay_other_games() -> None:
+async def test_failed_or_abandoned_request_does_not_delay_other_games():
     engine = EngineInWaves()
     lock_step = LockStep(engine.generate)
 
@@ -555,7 +539,7 @@ async def test_failed_or_abandoned_request_does_not_delay_other_games() -> None:
     assert engine.waves[1:] == [[1, 3]]
 
 
-async def test_error_in_one_game_ends_the_round_and_the_next_is_complete() -> None:
+async def test_error_in_one_game_ends_the_round_and_the_next_is_complete():
     engine = EngineInWaves()
     lock_step = LockStep(engine.generate)
 

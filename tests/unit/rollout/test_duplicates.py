@@ -41,7 +41,7 @@ async def compared(group_size: int, groups: int) -> list[Step]:
     return await buffer.get_batch(buffer.size(), 1)
 
 
-async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats() -> None:
+async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats():
     of = config(4)
     scheduler = scheduler_of(of)
     seeds = set()
@@ -65,7 +65,7 @@ async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats(
     assert len(first_cards) == 1
 
 
-def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat() -> None:
+def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat():
     rewards = [SeatReward(0, 0, 2.0), SeatReward(1, 1, -1.0), SeatReward(2, 0, 1.0), SeatReward(3, 1, -2.0)]
     assert across_seats(rewards) == [0.5, 0.5, -0.5, -0.5]
     assert across_seats(rewards[::2]) == [None, None]
@@ -76,7 +76,7 @@ def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat() -> None:
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
-async def test_luck_of_the_deal_cancels(group_size: int) -> None:
+async def test_luck_of_the_deal_cancels(group_size):
     steps = await compared(group_size, 3200 // group_size)
     of_game = {step.step_info["game_idx"]: step for step in steps}.values()
     plain, advantage = (
@@ -88,7 +88,7 @@ async def test_luck_of_the_deal_cancels(group_size: int) -> None:
     assert group_size == 2 or advantage < plain  # one partner alone needs more than half of the variance in the cards
 
 
-async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate() -> None:
+async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate():
     """Games at the own seat cancel the deal and the opponent's draws, and a group of one seat has more of them."""
     of = config(8).model_copy(update={"rewards": config(8).rewards.model_copy(update={"group_baseline": "rloo"})})
     rewards = defaultdict(list)
@@ -99,7 +99,7 @@ async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate() -> None
     assert pvariance(advantages) / plain == pytest.approx((1 - OF_SEAT) * (1 + 1 / 7), abs=0.07)
 
 
-async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_out() -> None:
+async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_out():
     of = config(4)
     buffer = make_buffer(of)
     assert isinstance(buffer, StepBuffer)
@@ -122,7 +122,7 @@ async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_ou
     assert buffer.group_counts == {"whole": 2, "without_spread": buffer.group_counts["without_spread"], "of_one": 1}
 
 
-async def test_equal_results_at_each_seat_give_advantage_zero_also_after_a_restart() -> None:
+async def test_equal_results_at_each_seat_give_advantage_zero_also_after_a_restart():
     """A policy that always loses learns nothing, although its losses at both seats do not cancel."""
     of = config(2)
     records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 40)

@@ -107,14 +107,14 @@ async def league(tmp_path: Path) -> AsyncIterator[Turns]:
     await made.cancel()
 
 
-async def test_each_turn_of_both_mirror_seats_uses_the_newest_adapter(league: Turns) -> None:
+async def test_each_turn_of_both_mirror_seats_uses_the_newest_adapter(league):
     record = await league.play_a_game()
     versions = [step.generation.adapter_version for step in record.trajectories[0].steps]
     assert record.adapter_versions == list(range(1, len(record.turns) + 1))
     assert versions == record.adapter_versions[record.trajectories[0].pid :: 2]
 
 
-async def test_game_that_keeps_its_adapter_uses_it_in_every_turn(tmp_path: Path) -> None:
+async def test_game_that_keeps_its_adapter_uses_it_in_every_turn(tmp_path):
     league = Turns(tmp_path, policy="game")
     record = await league.play_a_game()
     assert set(record.adapter_versions) == {1}
@@ -122,7 +122,7 @@ async def test_game_that_keeps_its_adapter_uses_it_in_every_turn(tmp_path: Path)
     await league.cancel()
 
 
-async def test_turn_holds_its_adapter_while_it_waits_for_an_engine_and_no_longer(league: Turns) -> None:
+async def test_turn_holds_its_adapter_while_it_waits_for_an_engine_and_no_longer(league):
     await league.start()
     league.publish(2)
     league.publish(3)
@@ -134,7 +134,7 @@ async def test_turn_holds_its_adapter_while_it_waits_for_an_engine_and_no_longer
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_failed_or_cancelled_turn_gives_its_adapter_back(league: Turns, is_cancelled: bool) -> None:
+async def test_failed_or_cancelled_turn_gives_its_adapter_back(league, is_cancelled):
     await league.start()
     league.publish(2)
     assert league.is_loaded(1)
@@ -148,7 +148,7 @@ async def test_failed_or_cancelled_turn_gives_its_adapter_back(league: Turns, is
     assert not league.is_loaded(1)
 
 
-async def test_policy_may_start_without_an_adapter(tmp_path: Path) -> None:
+async def test_policy_may_start_without_an_adapter(tmp_path):
     league = Turns(tmp_path)
     league.registry.load_state_dict(ModelRegistry().state_dict())
     await league.start()
@@ -158,7 +158,7 @@ async def test_policy_may_start_without_an_adapter(tmp_path: Path) -> None:
     await league.cancel()
 
 
-async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(tmp_path: Path) -> None:
+async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(tmp_path):
     league = Turns(tmp_path, env=TICTACTOE)
     sampler = FirstCheckpoint(league.registry, random.Random(0))
     league.collector._scheduler = GameScheduler(sampler, UniformRandomEnvSampler([TICTACTOE], [EVAL]), 0)
@@ -179,7 +179,7 @@ async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(tmp_
     await league.cancel()
 
 
-async def test_evaluation_keeps_the_adapter_that_it_evaluates(league: Turns) -> None:
+async def test_evaluation_keeps_the_adapter_that_it_evaluates(league):
     evaluation = asyncio.create_task(
         league.collector.evaluate(EVAL, league.registry.current, 1, "before", concurrency=1)
     )
@@ -192,7 +192,7 @@ async def test_evaluation_keeps_the_adapter_that_it_evaluates(league: Turns) -> 
     assert not league.is_loaded(1)
 
 
-async def test_result_is_the_rating_of_the_version_that_began_the_game(tmp_path: Path) -> None:
+async def test_result_is_the_rating_of_the_version_that_began_the_game(tmp_path):
     league = Turns(tmp_path, env=TICTACTOE)
     record = await league.play_a_game()
     assert record.changes_adapter
@@ -202,7 +202,7 @@ async def test_result_is_the_rating_of_the_version_that_began_the_game(tmp_path:
     await league.cancel()
 
 
-async def test_new_steps_of_a_long_game_survive_when_its_old_ones_are_stale(league: Turns) -> None:
+async def test_new_steps_of_a_long_game_survive_when_its_old_ones_are_stale(league):
     record = await league.play_a_game()
     newest = record.adapter_versions[-1]
     assert newest is not None
@@ -213,7 +213,7 @@ async def test_new_steps_of_a_long_game_survive_when_its_old_ones_are_stale(leag
     assert sorted(step.generation.adapter_version for step in kept) == [newest - 2, newest - 1, newest]
 
 
-async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(tmp_path: Path) -> None:
+async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(tmp_path):
     league = Turns(tmp_path)
     lock_step = LockStep(league.engine.generate)
     seats = PlayerFactory(
@@ -229,7 +229,7 @@ async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(tmp_path
     assert {version for record in league.records for version in record.adapter_versions} == {1}
 
 
-async def test_changed_adapters_are_in_games_jsonl_the_report_and_the_transcript(league: Turns, tmp_path: Path) -> None:
+async def test_changed_adapters_are_in_games_jsonl_the_report_and_the_transcript(league, tmp_path):
     record = await league.play_a_game()
     line = record_to_json(record, keep_tokens=False)
     assert line["adapter_versions"] == record.adapter_versions

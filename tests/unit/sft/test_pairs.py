@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError, EnvError, OpponentError, RequestError
 from unstable_lite.games.answers import extract_boxed, written_answer
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.templates import TEMPLATES, Template
+from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.orchestrator.workers import while_alive
 from unstable_lite.sft.pairs import Pair, pairs_of_game, read_pairs, write_line
 from unstable_lite.sft.session import Collected, adapter_versions, collect_pairs
@@ -80,13 +79,11 @@ def kept(record: GameRecord, **sft: Any) -> tuple[list[int], dict[str, int]]:
         ),
     ],
 )
-def test_filter_keeps_matching_turns_and_counts_the_rest(
-    record: GameRecord, sft: dict[str, Any], turns: list[int], left_out: dict[str, int]
-) -> None:
+def test_filter_keeps_matching_turns_and_counts_the_rest(record, sft, turns, left_out):
     assert kept(record, **sft) == (turns, left_out)
 
 
-def test_any_reward_above_0_wins_a_single_player_game() -> None:
+def test_any_reward_above_0_wins_a_single_player_game():
     lost = game("a", wins=None)
     lost.outcomes = {0: "na"}
     assert kept(lost) == ([], {"not the winner's": 6})
@@ -94,7 +91,7 @@ def test_any_reward_above_0_wins_a_single_player_game() -> None:
     assert kept(lost)[0] == [0, 1, 2, 3, 4, 5]
 
 
-def test_model_text_is_kept_and_a_scripted_player_writes_only_its_action() -> None:
+def test_model_text_is_kept_and_a_scripted_player_writes_only_its_action():
     record = game("scripted:random", "google/gemini")
     record.turns = [
         replace(turn, text=turn.action if turn.pid == 0 else f"said {number}")
@@ -109,14 +106,14 @@ def test_model_text_is_kept_and_a_scripted_player_writes_only_its_action() -> No
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda template: template.name)
-def test_answer_in_every_template_is_read_as_the_action(template: Template) -> None:
+def test_answer_in_every_template_is_read_as_the_action(template):
     for action in ("[4]", "[col 3]", "[Bid: 2, 5]", "[A] [B]"):
         answer = written_answer(template.prompt("o", 2), action)
         assert extract_boxed(answer) == (action, True)
         assert ("</think>" in answer) == template.text.endswith("<think>")
 
 
-def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path: Path) -> None:
+def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path):
     pairs, _ = pairs_of_game(game("scripted:random", "b"), SftConfig(filter=()))
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(map(write_line, pairs)))
@@ -128,14 +125,14 @@ def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("completion", "read"), [("h\u2028i", "h\u2028i"), ("a\ud800", "a?")])
-def test_pair_is_one_line_of_utf8_with_any_text(tmp_path: Path, completion: str, read: str) -> None:
+def test_pair_is_one_line_of_utf8_with_any_text(tmp_path, completion, read):
     pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion=completion)
     path = tmp_path / "pairs.jsonl"
     path.write_text(write_line(pair), encoding="utf-8")
     assert read_pairs(path) == [replace(pair, completion=read)]
 
 
-def test_bad_lines_are_refused_together_with_their_numbers(tmp_path: Path) -> None:
+def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
     path = tmp_path / "given.jsonl"
     path.write_text(
         '{"prompt": "p", "completion": "c"}\n'
@@ -204,7 +201,7 @@ async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | N
     return make_generation([2], text=text, adapter_version=version)
 
 
-async def test_games_are_played_until_there_are_enough_pairs_of_winners() -> None:
+async def test_games_are_played_until_there_are_enough_pairs_of_winners():
     pairs, collected = await collect(sft_config())
     assert len(pairs) == 40
     assert {pair.outcome for pair in pairs} == {"win"}
@@ -214,7 +211,7 @@ async def test_games_are_played_until_there_are_enough_pairs_of_winners() -> Non
 
 
 @pytest.mark.parametrize("players", [("base", "scripted:random"), ("scripted:random",)])
-async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players: tuple[str, ...]) -> None:
+async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players):
     given = sft_config(players=players, filter=(), workers=1)
     at_once = given.model_copy(update={"run": given.run.model_copy(update={"num_collection_workers": 16})})
     reseeded = given.model_copy(update={"run": given.run.model_copy(update={"seed": 1})})
@@ -225,7 +222,7 @@ async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players: tuple[st
     assert one != other
 
 
-async def test_games_lost_with_their_env_process_are_no_failures_in_a_row() -> None:
+async def test_games_lost_with_their_env_process_are_no_failures_in_a_row():
     calls = itertools.count()
 
     async def generate(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -237,7 +234,7 @@ async def test_games_lost_with_their_env_process_are_no_failures_in_a_row() -> N
     assert (len(pairs), collected.void_games) == (40, 30)
 
 
-async def test_players_alternate_seats_within_each_env() -> None:
+async def test_players_alternate_seats_within_each_env():
     pairs, _ = await collect(sft_config(players=("base", "scripted:random"), filter=(), pairs=60), box_it)
     first = Counter((pair.env_id, pair.player) for pair in pairs if pair.turn == 0)
     for env_id in ("TicTacToe-v0-train", "Nim-v0-train"):
@@ -245,14 +242,14 @@ async def test_players_alternate_seats_within_each_env() -> None:
         assert min(counts) > 0 and abs(counts[0] - counts[1]) <= 1
 
 
-async def test_no_more_than_max_games_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_than_max_games_are_played(monkeypatch):
     monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 3)
     pairs, collected = await collect(sft_config(pairs=10_000))
     assert collected.games == 3
     assert 0 < len(pairs) < 30
 
 
-async def test_failed_game_gives_no_pair_and_the_last_reason_is_reported() -> None:
+async def test_failed_game_gives_no_pair_and_the_last_reason_is_reported():
     calls = 0
 
     async def break_once(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -281,7 +278,7 @@ async def test_failed_game_gives_no_pair_and_the_last_reason_is_reported() -> No
             await collect(sft_config(players=("base",)), Broken(error))
 
 
-async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path: Path) -> None:
+async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path):
     async def say_nothing_at_times(
         prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
     ) -> Generation:
@@ -296,7 +293,7 @@ async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path: Path) ->
     assert {pair.player for pair in pairs} == {"base", "scripted:random"}
 
 
-async def test_truncated_answer_is_never_imitated() -> None:
+async def test_truncated_answer_is_never_imitated():
     async def cut_off_at_times(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         generation = await box_it(prompt, version, stop)
         if len(prompt) % 2:
@@ -314,6 +311,6 @@ async def test_truncated_answer_is_never_imitated() -> None:
     assert set(collected.left_out) == {"cut off at max_generation_len", "cut off at the endpoint's max_tokens"}
 
 
-def test_adapters_are_numbered_from_1_because_the_base_is_version_0() -> None:
+def test_adapters_are_numbered_from_1_because_the_base_is_version_0():
     names = ("scripted:random", "adapter:x", "base", "adapter:y", "adapter:x")
     assert adapter_versions(names) == {"adapter:x": 1, "adapter:y": 2}

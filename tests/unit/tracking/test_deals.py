@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from statistics import fmean, stdev
 
 import msgspec
@@ -74,26 +73,26 @@ def check_coverage(seats: int, games: int, draws: float, repeats: int, tolerance
 
 
 @pytest.mark.parametrize(("seats", "games", "draws"), [(2, 20, 0.0), (2, 100, 0.9), (3, 50, 0.5), (4, 20, 0.0)])
-def test_interval_covers_the_share_as_often_as_docs_say(seats: int, games: int, draws: float) -> None:
+def test_interval_covers_the_share_as_often_as_docs_say(seats, games, draws):
     check_coverage(seats, games, draws, repeats=200, tolerance=0.01)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seats", [2, 3, 4])
 @pytest.mark.timeout(600)
-def test_interval_covers_every_share_as_often_as_docs_say(seats: int) -> None:
+def test_interval_covers_every_share_as_often_as_docs_say(seats):
     for games in (20, 50, 100, 200, 400):
         for draws in (0.0, 0.5, 0.9):
             check_coverage(seats, games, draws, repeats=400)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 99, 100, 101, 400])
-def test_quantiles_of_student_are_those_of_scipy(freedom: int) -> None:
+def test_quantiles_of_student_are_those_of_scipy(freedom):
     for level in (0.8, 0.95, 0.999):
         assert student(freedom, level) == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, freedom), rel=5e-5)
 
 
-def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
+def test_luck_of_the_deal_cancels_in_points_and_utility():
     rng = np.random.default_rng(1)
     utilities: list[float | None] = []
     for luck in rng.choice([-2.0, 2.0], size=100):
@@ -112,7 +111,7 @@ def test_luck_of_the_deal_cancels_in_points_and_utility() -> None:
     assert (read.scores, read.rewards, read.interval) == (found.scores, found.rewards, found.interval)
 
 
-def test_games_without_deals_are_deals_of_their_own() -> None:
+def test_games_without_deals_are_deals_of_their_own():
     assert points_interval(3, 4, 5) == share_interval([(1.0,)] * 3 + [(0.5,)] * 4 + [(0.0,)] * 5)
     assert points_interval(0, 0, 0) == points_interval(1, 0, 0) == (0.0, 1.0)
     low, high = points_interval(0, 400, 0)
@@ -120,14 +119,14 @@ def test_games_without_deals_are_deals_of_their_own() -> None:
     assert points_interval(3, 5, 2) == pytest.approx([1 - edge for edge in reversed(points_interval(2, 5, 3))])
 
 
-def test_void_game_leaves_the_rest_of_its_deal() -> None:
+def test_void_game_leaves_the_rest_of_its_deal():
     found = evaluation([2.0, -1.0, 1.0, None, 1.0, 1.0, None, None])
     assert found.scores == ((1.0, 0.0), (1.0, None), (1.0, 1.0), (None, None))
     assert found.rewards == ((2.0, -1.0), (1.0, None), (1.0, 1.0), (None, None))
     assert found.interval == share_interval([(1.0, 0.0), (1.0,), (1.0, 1.0)])
 
 
-def test_equal_results_leave_the_interval_a_width() -> None:
+def test_equal_results_leave_the_interval_a_width():
     found = evaluation([2.0, -2.0] * 10)
     assert 0 < found.interval[0] < 0.5 < found.interval[1] < 1
     assert found.reward_interval[0] < 0 < found.reward_interval[1]
@@ -137,7 +136,7 @@ def test_equal_results_leave_the_interval_a_width() -> None:
     assert won.interval[1] == 1 and 0.7 < won.interval[0] < wilson_interval(40, 40)[0]
 
 
-def test_line_of_an_older_run_has_the_interval_of_now(tmp_path: Path) -> None:
+def test_line_of_an_older_run_has_the_interval_of_now(tmp_path):
     found = evaluation([1.0, -1.0, 1.0, 1.0])
     line = json.loads(msgspec.json.encode(found.to_json())) | {"interval": [0.0, 0.1], "points_over_deals": None}
     del line["rewards"]

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def write_run(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_every_command_refuses_a_run_with_a_link_to_elsewhere(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_every_command_refuses_a_run_with_a_link_to_elsewhere(tmp_path, words):
     directory, victim = write_run(tmp_path / "run"), tmp_path / "victim"
     victim.write_text("mine")
     link = directory / "logs" / "deep" / "link"
@@ -60,7 +59,7 @@ def test_every_command_refuses_a_run_with_a_link_to_elsewhere(tmp_path: Path, wo
     assert victim.read_text() == "mine"
 
 
-def test_list_of_runs_says_why_a_run_is_unreadable(tmp_path: Path) -> None:
+def test_list_of_runs_says_why_a_run_is_unreadable(tmp_path):
     directory = write_run(tmp_path / "2026-11-27" / "10-00-00-odd")
     (directory / "link").symlink_to("/etc/passwd")
     done = CliRunner().invoke(app, ("runs", "--outputs", str(tmp_path)))
@@ -84,9 +83,7 @@ def _fifo(path: Path) -> None:
     ],
     ids=["absolute", "sibling", "dangling", "FIFO", "inside", "dangling inside", "loop"],
 )
-def test_only_links_that_stay_inside_the_run_are_accepted(
-    tmp_path: Path, make: Callable[[Path], None], is_refused: bool
-) -> None:
+def test_only_links_that_stay_inside_the_run_are_accepted(tmp_path, make, is_refused):
     directory = write_run(tmp_path / "run")
     (tmp_path / "run-2").mkdir()
     make(directory / "checkpoints" / "odd")
@@ -99,7 +96,7 @@ def test_only_links_that_stay_inside_the_run_are_accepted(
         check_links(named)
 
 
-def test_links_that_wandb_itself_makes_are_accepted(tmp_path: Path) -> None:
+def test_links_that_wandb_itself_makes_are_accepted(tmp_path):
     logs = write_run(tmp_path / "run") / "wandb" / "run-1" / "logs"
     logs.mkdir(parents=True)
     (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
@@ -107,7 +104,7 @@ def test_links_that_wandb_itself_makes_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path, victim: path.symlink_to(victim), lambda path, _: os.mkfifo(path)])
-def test_nothing_is_written_through_a_link_or_into_a_fifo(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+def test_nothing_is_written_through_a_link_or_into_a_fifo(tmp_path, make):
     victim = tmp_path / "victim"
     victim.write_text('{"n": 1}\nunfinished')
     make(link := tmp_path / "link", victim)
@@ -125,7 +122,7 @@ def test_nothing_is_written_through_a_link_or_into_a_fifo(tmp_path: Path, make: 
     assert victim.read_text() == '{"n": 1}\nunfinished'
 
 
-def test_log_is_made_again_if_its_directory_was_removed(tmp_path: Path) -> None:
+def test_log_is_made_again_if_its_directory_was_removed(tmp_path):
     import logging
 
     path, log = tmp_path / "logs" / "orchestrator.log", logging.getLogger("unstable_lite.x")
@@ -141,7 +138,7 @@ DEEP = "[" * 100_000
 
 @pytest.mark.parametrize("text", ["[]", "null", DEEP, '{"packages": []}', '{"questions": 5}', "{"])
 @pytest.mark.parametrize("command", ["report", "push"])
-def test_odd_versions_of_a_run_end_no_command_with_a_traceback(tmp_path: Path, command: str, text: str) -> None:
+def test_odd_versions_of_a_run_end_no_command_with_a_traceback(tmp_path, command, text):
     directory = write_run(tmp_path / "run")
     (directory / "versions.json").write_text(text)
     places = {"RUN": str(directory), "OUT": str(tmp_path / "out")}
@@ -152,7 +149,7 @@ def test_odd_versions_of_a_run_end_no_command_with_a_traceback(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("command", ["report", "probe", "push"])
-def test_config_whose_section_is_a_number_is_refused_by_name(tmp_path: Path, command: str) -> None:
+def test_config_whose_section_is_a_number_is_refused_by_name(tmp_path, command):
     directory = write_run(tmp_path / "run")
     config = directory / "config.toml"
     config.write_text("run = 5\n" + config.read_text().replace("[run]", "[other]"))

@@ -1,12 +1,10 @@
-from pathlib import Path
-
 import msgspec
 from test_tracker import game, make_tracker
 
 from unstable_lite.rollout.back_pressure import PATIENCE, InOrder
 
 
-def test_games_are_released_in_the_order_in_which_they_began() -> None:
+def test_games_are_released_in_the_order_in_which_they_began():
     order: InOrder[str] = InOrder()
     for number in (2, 3, 7, 9):
         order.begin(number)
@@ -17,7 +15,7 @@ def test_games_are_released_in_the_order_in_which_they_began() -> None:
     assert order.end(9, "fourth") == ["fourth"]
 
 
-def test_hanging_game_delays_few_others_and_counts_when_it_ends() -> None:
+def test_hanging_game_delays_few_others_and_counts_when_it_ends():
     order: InOrder[int] = InOrder()
     order.begin(0)
     released: list[int] = []
@@ -31,7 +29,7 @@ def test_hanging_game_delays_few_others_and_counts_when_it_ends() -> None:
     assert not order._ended
 
 
-def test_short_games_do_not_enter_the_curves_before_longer_ones_that_began_earlier(tmp_path: Path) -> None:
+def test_short_games_do_not_enter_the_curves_before_longer_ones_that_began_earlier(tmp_path):
     tracker, records = make_tracker(tmp_path), [game() for _ in range(3)]
     for number, record in enumerate(records):
         record.spec = msgspec.structs.replace(record.spec, game_idx=3 * number)  # evaluation games are numbered, too

@@ -20,7 +20,7 @@ def write(path: Path, first: int, last: int, part_mb: float = 64) -> None:
     log.close()
 
 
-def test_full_parts_are_compressed_and_read_back_in_order(tmp_path: Path) -> None:
+def test_full_parts_are_compressed_and_read_back_in_order(tmp_path):
     path = tmp_path / "games.jsonl"
     write(path, 0, 50, part_mb=0.002)
     write(path, 50, 100, part_mb=0.002)  # the log is opened again
@@ -34,7 +34,7 @@ def test_full_parts_are_compressed_and_read_back_in_order(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("unfinished", ['{"n": 2, "te', '{"n": 2}', "x" * 200_000])
 @pytest.mark.parametrize("written", [0, 2])
-def test_crash_costs_only_the_unfinished_line(tmp_path: Path, written: int, unfinished: str) -> None:
+def test_crash_costs_only_the_unfinished_line(tmp_path, written, unfinished):
     path = tmp_path / "games.jsonl"
     write(path, 0, written)
     with path.open("a") as file:
@@ -44,7 +44,7 @@ def test_crash_costs_only_the_unfinished_line(tmp_path: Path, written: int, unfi
     assert numbers(path) == [0, 1, 2, 3]
 
 
-def test_part_left_both_plain_and_compressed_is_read_once(tmp_path: Path) -> None:
+def test_part_left_both_plain_and_compressed_is_read_once(tmp_path):
     path = tmp_path / "games.jsonl"
     write(path, 0, 3)
     path.rename(tmp_path / "games-000001.jsonl")
@@ -55,7 +55,7 @@ def test_part_left_both_plain_and_compressed_is_read_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["not json", "[1, 2]"])
-def test_broken_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
+def test_broken_line_in_the_middle_is_named(tmp_path, line):
     path = tmp_path / "games.jsonl"
     path.write_text(f'{{"n": 0}}\n{line}\n{{"n": 1}}\n')
     with pytest.raises(UnstableError, match=r"games\.jsonl, line 2"):
@@ -63,7 +63,7 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "written"), [("all well", "all well"), ("half \ud83d a pair", "half ? a pair")])
-def test_values_unknown_to_json_are_written_anyway(tmp_path: Path, text: str, written: str) -> None:
+def test_values_unknown_to_json_are_written_anyway(tmp_path, text, written):
     path = tmp_path / "step.jsonl.gz"
     notes = {"a": np.float32(0.5), "b": {1: np.int64(2), 2: np.float64(3)}, "c": {4}, "d": range(2), "e": 1 << 70}
     write_whole(path, [notes | {"text": text}])
@@ -73,7 +73,7 @@ def test_values_unknown_to_json_are_written_anyway(tmp_path: Path, text: str, wr
     assert json.loads(gzip.decompress(path.read_bytes()))
 
 
-def test_non_finite_number_is_written_as_null() -> None:
+def test_non_finite_number_is_written_as_null():
     assert to_line({"x": float("nan"), "y": float("-inf")}) == b'{"x":null,"y":null}\n'
 
 
@@ -86,7 +86,7 @@ def test_non_finite_number_is_written_as_null() -> None:
     ],
     ids=["a new part was just begun", "the newest part stays whole", "records behind others stay whole"],
 )
-def test_keep_records_removes_records_from_every_part(tmp_path: Path, order: list[int], last_part: list[int]) -> None:
+def test_keep_records_removes_records_from_every_part(tmp_path, order, last_part):
     path = tmp_path / "games.jsonl"
     part = order[: len(order) - len(last_part)]
     log = RecordLog(path, part_mb=sum(len(to_line({"n": n})) for n in part[: len(part) // 2]) / 1e6)
@@ -99,7 +99,7 @@ def test_keep_records_removes_records_from_every_part(tmp_path: Path, order: lis
     assert numbers(path) == [n for n in order if n < 5]
 
 
-def test_parts_that_hold_only_kept_records_are_not_read(tmp_path: Path) -> None:
+def test_parts_that_hold_only_kept_records_are_not_read(tmp_path):
     path = tmp_path / "games.jsonl"
     write(path, 0, 100, part_mb=0.002)
     (tmp_path / "games-000001.jsonl.gz").write_bytes(b"takes long to read")
@@ -108,7 +108,7 @@ def test_parts_that_hold_only_kept_records_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0.5, 0.99])
-def test_truncated_compressed_part_is_named(tmp_path: Path, kept_bytes: float) -> None:
+def test_truncated_compressed_part_is_named(tmp_path, kept_bytes):
     path = tmp_path / "games-000001.jsonl.gz"
     write_whole(path, [{"n": n} for n in range(1000)])
     content = path.read_bytes()
@@ -117,7 +117,7 @@ def test_truncated_compressed_part_is_named(tmp_path: Path, kept_bytes: float) -
         list(read_part(path))
 
 
-def test_deleting_a_log_under_a_run_costs_only_its_records(tmp_path: Path) -> None:
+def test_deleting_a_log_under_a_run_costs_only_its_records(tmp_path):
     path = tmp_path / "run" / "games.jsonl"
     path.parent.mkdir()
     log = RecordLog(path)

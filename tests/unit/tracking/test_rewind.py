@@ -26,7 +26,7 @@ def start(directory: Path) -> Tracker:
     return tracker
 
 
-def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) -> None:
+def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path):
     tracker = start(tmp_path)
     over = tracker.registry.current
     for _ in range(4):
@@ -65,7 +65,7 @@ def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) 
     assert [event.step for event in events.Tensors("learner/loss")] == [1]
 
 
-def test_later_games_stay_only_if_an_evaluation_includes_them(tmp_path: Path) -> None:
+def test_later_games_stay_only_if_an_evaluation_includes_them(tmp_path):
     (tmp_path / "tensorboard").mkdir()
     tracker = Tracker(tmp_path, [], TrackerConfig())
     for number, label in [(0, None), (2, None), (1, None), (3, "after update 1"), (4, None)]:
@@ -82,7 +82,7 @@ ODD_LINES = ("null", "[1]", "3", '"x"', "{}", '{"step": [1], "model": 1, "game_i
 
 @pytest.mark.parametrize("line", ODD_LINES)
 @pytest.mark.parametrize("name", ["metrics", "league", "alarms", "games", "eval"])
-def test_line_that_no_run_writes_is_named_by_a_resume(tmp_path: Path, name: str, line: str) -> None:
+def test_line_that_no_run_writes_is_named_by_a_resume(tmp_path, name, line):
     start(tmp_path).close()
     (tmp_path / f"{name}.jsonl").write_text(f"{line}\n")
     with pytest.raises(UnstableError, match=rf"{name}\.jsonl, line 1\b"):

@@ -21,14 +21,14 @@ def noise(step: int) -> float:
     return 0.06 + random.Random(step).uniform(-0.01, 0.01)
 
 
-def test_spike_has_its_update_its_value_and_the_usual_one() -> None:
+def test_spike_has_its_update_its_value_and_the_usual_one():
     (spike,) = find_spikes(updates(KL, lambda step: 2.9 if step == 88 else noise(step)))
     assert (spike.update, spike.metric, spike.value) == (88, KL, 2.9)
     assert spike.usual == pytest.approx(0.06, abs=0.005)
     assert spike.text == f"update 88: KL to base 2.9, {2.9 / spike.usual:.0f} times the usual {spike.usual:.3g}"
 
 
-def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_median() -> None:
+def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_median():
     """The rule has no condition for it, because fifteen times the median is always further."""
     found = 0
     for seed in range(60):
@@ -41,32 +41,32 @@ def test_every_spike_is_more_than_eight_median_absolute_deviations_from_the_medi
     assert found > 100
 
 
-def test_loss_counts_by_its_absolute_value() -> None:
+def test_loss_counts_by_its_absolute_value():
     (spike,) = find_spikes(updates(LOSS, lambda step: -3.0 if step == 50 else noise(step) * (-1) ** step))
     assert spike.value == -3.0 and "loss -3," in spike.text
 
 
-def test_usual_value_moves_with_the_fifty_updates_before() -> None:
+def test_usual_value_moves_with_the_fifty_updates_before():
     """A level that stays is one spike, not one for each of its updates, and later is usual."""
     raised = find_spikes(updates(KL, lambda step: noise(step) * (1 if step < 40 else 50)))
     assert [40 <= spike.update <= 90 for spike in raised] == [True]
     assert find_spikes(updates(KL, lambda step: noise(step) * 1.05**step)) == []
 
 
-def test_neighbours_are_one_spike_with_the_largest_value() -> None:
+def test_neighbours_are_one_spike_with_the_largest_value():
     bump = {87: 1.0, 88: 4.0, 89: 2.0, 91: 1.5}
     spikes = find_spikes(updates(KL, lambda step: bump.get(step, noise(step))))
     assert [(spike.update, spike.value) for spike in spikes] == [(88, 4.0), (91, 1.5)]
 
 
-def test_updates_without_a_sample_are_left_out() -> None:
+def test_updates_without_a_sample_are_left_out():
     lines = updates(MISMATCH, lambda step: 5.0 if step == 60 else None if step % 2 else noise(step))
     tokens = [line | {"learner/mismatch_tokens": 300 * (line["step"] != 60)} for line in lines]
     assert find_spikes(tokens) == []
     assert len(find_spikes([line | {"learner/mismatch_tokens": 300} for line in lines])) == 1
 
 
-def test_five_spikes_are_listed_the_largest_first_and_the_others_are_counted() -> None:
+def test_five_spikes_are_listed_the_largest_first_and_the_others_are_counted():
     spikes = find_spikes(updates(KL, lambda step: float(step) if step % 10 == 0 else noise(step)))
     assert spike_texts(spikes)[0].startswith("update 120: ") and len(spike_texts(spikes[:5])) == 5
     assert spike_texts(spikes)[5:] == [f"and {len(spikes) - 5} more"]
@@ -84,6 +84,6 @@ def test_five_spikes_are_listed_the_largest_first_and_the_others_are_counted() -
         pytest.param("learner/seconds", lambda step: 900.0 if step == 60 else noise(step), 0, id="not judged"),
     ],
 )
-def test_number_of_spikes(metric: str, size: Callable[[int], float], num_spikes: int) -> None:
+def test_number_of_spikes(metric, size, num_spikes):
     assert len(find_spikes(updates(metric, size))) == num_spikes
     assert {METRICS[name].topic for name in JUDGED} == {"health"}

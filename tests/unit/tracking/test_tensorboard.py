@@ -3,7 +3,6 @@
 import html
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +59,7 @@ def events(directory: Path) -> EventAccumulator:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_model_text_is_shown_as_code_and_never_as_markup(text: str) -> None:
+def test_model_text_is_shown_as_code_and_never_as_markup(text):
     shown = plugin_util.markdowns_to_safe_html([as_code(f"a game\n\n{text}\nthe end")], "".join)
     inside = re.fullmatch(r"<pre><code>(.*)</code></pre>", shown, re.S)
     assert inside, shown
@@ -70,7 +69,7 @@ def test_model_text_is_shown_as_code_and_never_as_markup(text: str) -> None:
     assert html.unescape(inside[1]).rstrip().endswith("the end")
 
 
-def test_texts_and_histograms_are_logged_and_rewound(tmp_path: Path) -> None:
+def test_texts_and_histograms_are_logged_and_rewound(tmp_path):
     directory = tmp_path / "tensorboard"
     directory.mkdir()
     sink = TensorBoardSink(directory)
@@ -102,7 +101,7 @@ def test_texts_and_histograms_are_logged_and_rewound(tmp_path: Path) -> None:
     ]
 
 
-def test_run_table_lists_main_keys_and_evaluation_results(tmp_path: Path) -> None:
+def test_run_table_lists_main_keys_and_evaluation_results(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.lay_out(CONFIG)
     sink.close()
@@ -124,7 +123,7 @@ def test_run_table_lists_main_keys_and_evaluation_results(tmp_path: Path) -> Non
     ]
 
 
-def test_charts_match_the_metric_names_that_a_run_logs(tmp_path: Path) -> None:
+def test_charts_match_the_metric_names_that_a_run_logs(tmp_path):
     charts = {chart.title: chart for part in layout(CONFIG).category for chart in part.chart}
     logged = ["learner/loss", "learner/policy_loss", "learner/lossy", "learner/staleness_mean", "learner/staleness_max"]
     found = {
@@ -155,7 +154,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_results_have_a_group_that_sorts_first(tmp_path: Path) -> None:
+def test_results_have_a_group_that_sorts_first(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.log(0, {WON: 0.0, WON.replace("Points", "Reward"): -1.0})
     sink.log(0, {"evaluation-Blackjack-v0-train (none)/checkpoint Reward": 0.5})
@@ -167,7 +166,7 @@ def test_results_have_a_group_that_sorts_first(tmp_path: Path) -> None:
     assert "evaluation-Nim-v0-train against scripted:random/checkpoint Reward" in dict(others)
 
 
-def test_series_begins_with_one_zero_before_its_first_other_value_also_after_a_resume(tmp_path: Path) -> None:
+def test_series_begins_with_one_zero_before_its_first_other_value_also_after_a_resume(tmp_path):
     directory, path = tmp_path / "tensorboard", tmp_path / "metrics.jsonl"
     directory.mkdir()
     names = ["alarms/collapse", "alarms/decline", "alarms/entropy", "learner/loss"]
@@ -187,7 +186,7 @@ def test_series_begins_with_one_zero_before_its_first_other_value_also_after_a_r
 
 
 @pytest.mark.parametrize("to_tag", [str, tag_of], ids=["of before", "of now"])
-def test_repeated_evaluation_is_removed_under_its_tag(tmp_path: Path, to_tag: Callable[[str], str]) -> None:
+def test_repeated_evaluation_is_removed_under_its_tag(tmp_path, to_tag):
     directory = tmp_path / "tensorboard"
     directory.mkdir()
     line = {"label": "update 2", "env_id": "Nim-v0-train", "opponent": "scripted:random", "step": 2}
@@ -200,7 +199,7 @@ def test_repeated_evaluation_is_removed_under_its_tag(tmp_path: Path, to_tag: Ca
     assert [*scalars(directory)] == ["learner/loss"]
 
 
-def test_each_sampling_of_an_eval_env_has_its_chart() -> None:
+def test_each_sampling_of_an_eval_env_has_its_chart():
     greedy = CONFIG.eval_envs[0].model_copy(update={"temperature": 0.0})
     config = CONFIG.model_copy(update={"eval_envs": (*CONFIG.eval_envs, greedy)})
     charts = {chart.title: chart for part in layout(config).category for chart in part.chart}
@@ -215,7 +214,7 @@ def item(length: int, logprob: float, reward: float) -> TrainItem:
     return make_item([1], range(length), [logprob] * length, reward=reward, adapter_version=1)
 
 
-def test_histograms_count_each_trained_step_and_token_once() -> None:
+def test_histograms_count_each_trained_step_and_token_once():
     items = [item(3, -1.0, -1.0), item(5, -1.0, 2.0), item(4, -1.0, 9.0)]
     logprobs = (np.full(3, -1.0, np.float32), np.full(2, 5.0, np.float32), np.empty(0, np.float32))
     result = UpdateResult(metrics={}, skipped=None, logprobs=logprobs)  # the second was cut, the third excluded
@@ -229,13 +228,13 @@ def test_histograms_count_each_trained_step_and_token_once() -> None:
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0, 3.0, 5.0, 10.0])
-def test_capped_weights_are_counted_at_the_cap(cap: float) -> None:
+def test_capped_weights_are_counted_at_the_cap(cap):
     result = UpdateResult(metrics={}, skipped=None, logprobs=(np.full(7, 200.0, np.float32),))
     found = {one.name: one for one in histograms_of([item(7, -1.0, 1.0)], result, importance_weight_cap=cap)}
     assert found["importance_weight"].counts[-1] == 7
 
 
-def test_critic_advantages_replace_rewards_and_nan_is_left_out() -> None:
+def test_critic_advantages_replace_rewards_and_nan_is_left_out():
     items = [item(3, -1.0, 7.0), item(3, -1.0, 7.0)]
     result = UpdateResult(metrics={}, skipped=None, advantages=(0.5, float("nan")))
     found = {one.name: one for one in histograms_of(items, result, importance_weight_cap=2.0)}

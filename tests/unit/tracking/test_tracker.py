@@ -88,7 +88,7 @@ def make_tracker(directory: Path, sink: RecordingSink | None = None, **config: A
     return tracker
 
 
-def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
+def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path):
     sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     tracker.add_record(game())
@@ -116,7 +116,7 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None
     tracker.close()
 
 
-def test_evaluation_without_results_reports_no_rates(tmp_path: Path) -> None:
+def test_evaluation_without_results_reports_no_rates(tmp_path):
     sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     policy = tracker.registry.current if tracker.registry else None
@@ -145,7 +145,7 @@ def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
     return replace(record, spec=spec, turns=turns)
 
 
-def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None:
+def test_best_moves_are_counted_where_worse_ones_existed(tmp_path):
     sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     records = [nim_game(0, 0, "[0 2]", "[0 2]", "[0 2]"), nim_game(1, 1, "[0 1]", "[9 9]"), nim_game(2, 0)]
@@ -171,7 +171,7 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None
     assert restored.evaluation("a", "b", 0, "E", "x") == tally.evaluation("a", "b", 0, "E", "x")
 
 
-def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path, monkeypatch):
     monkeypatch.setattr("unstable_lite.tracking.tracker.TRANSCRIPT_EVERY", 2)
     sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
@@ -200,7 +200,7 @@ class UnprintableError(Exception):
 @pytest.mark.parametrize(
     "error", [OverflowError("int too big"), KeyError("x"), RuntimeError(), OSError("quota"), UnprintableError()]
 )
-def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path: Path, error: Exception) -> None:
+def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path, error):
     class FailingSink(RecordingSink):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             if step < 3:
@@ -227,7 +227,7 @@ def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path: Path, err
         raise KeyboardInterrupt
 
 
-def test_transcript_length_is_bounded(tmp_path: Path) -> None:
+def test_transcript_length_is_bounded(tmp_path):
     record = game()
     shouted = dataclasses.replace(record.turns[0], text="a" * 100_000 + "\ud800end", observation="b" * 100_000)
     record.turns = [shouted] * 1000
@@ -236,7 +236,7 @@ def test_transcript_length_is_bounded(tmp_path: Path) -> None:
     assert "(… 96004 characters …)" in text and "a?end\n" in text and "(and 960 more turns)" in text
 
 
-def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path: Path) -> None:
+def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path):
     tracker = make_tracker(tmp_path, keep_games="none")
     for _ in range(WINDOW):
         tracker.add_record(game(rewards=(-1.0, 1.0)))
@@ -249,7 +249,7 @@ def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path: Path)
     tracker.close()
 
 
-def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path: Path) -> None:
+def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path):
     tracker, evaluated, trained = make_tracker(tmp_path), game(kind="eval"), game()
     tracker.add_record(dataclasses.replace(evaluated, turns=evaluated.turns[1:]))
     trajectories = [dataclasses.replace(trained.trajectories[0], steps=[])]
@@ -273,7 +273,7 @@ def shown(evaluations: Sequence[Evaluation]) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoint(tmp_path: Path) -> None:
+def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoint(tmp_path):
     tracker = make_tracker(tmp_path)
     for record in (game(), game(kind="eval"), game(kind="eval", end="void")):
         tracker.add_record(record)
@@ -299,7 +299,7 @@ def ended(reason: str, end: GameEnd = "void", **made: Any) -> GameRecord:
     return record
 
 
-def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path: Path) -> None:
+def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path):
     sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     tracker.log_update(1, {})
@@ -326,7 +326,7 @@ def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path
     resumed.close()
 
 
-def test_evaluation_says_why_games_have_no_result_and_its_bounds() -> None:
+def test_evaluation_says_why_games_have_no_result_and_its_bounds():
     def evaluated(*records: GameRecord) -> Evaluation:
         for index, record in enumerate(records):
             record.spec = replace_struct(record.spec, game_idx=index)
@@ -351,7 +351,7 @@ def test_evaluation_says_why_games_have_no_result_and_its_bounds() -> None:
     assert (tally.evaluation("l", "m", 0, "E", "o").void, tally.evaluation("l", "m", 0, "E", "o").n) == (3, 1)
 
 
-def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
+def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone():
     def evaluated(num_invalid: int) -> Evaluation:
         tally = Tally()
         for number in range(10):
@@ -364,7 +364,7 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone() -> None:
     assert "50.0 % of the points" in evaluated(9).describe() and "90 % of the games" in evaluated(9).describe()
 
 
-def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
+def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path):
     tracker = make_tracker(tmp_path)
     new = tracker.registry.add_policy("ckpt-5", adapter_version=5, iteration=5)
     for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
@@ -392,7 +392,7 @@ def line_of(evaluation: Evaluation) -> dict[str, Any]:
     return line
 
 
-def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
+def test_evaluations_on_the_same_seeds_are_compared_in_pairs():
     def played(seed: int, outcomes: str, label: str) -> Evaluation:
         records = []
         for number, outcome in enumerate(outcomes):
@@ -422,7 +422,7 @@ def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     assert Evaluation.from_json(line_of(before)).scores == before.scores
 
 
-def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
+def test_games_without_winners_have_a_reward_and_no_win_rate():
     tally = Tally()
     for reward in (0.25, 0.75):
         tally.add("na", reward, own_invalid=False)
@@ -438,7 +438,7 @@ def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
     assert "reward" in table and "0.500" in table and "nan" not in table + evaluation.describe()
 
 
-def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
+def test_reward_interval_used_for_verdicts_never_vanishes():
     rare = wilson_interval(0, 20, student(19))[1]
     assert mean_interval(1.0, 0.0, 20) == pytest.approx((1 - 2 * rare, 1))
     assert mean_interval(0.0, 0.0, 20) == pytest.approx((-rare, rare))
@@ -446,7 +446,7 @@ def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
     assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - student(99) * 0.02, 0.5 + student(99) * 0.02))
 
 
-async def test_train_data_of_each_update_is_one_file(tmp_path: Path) -> None:
+async def test_train_data_of_each_update_is_one_file(tmp_path):
     tracker = make_tracker(tmp_path)
     (step,) = game().trajectories[0].steps
     await tracker.add_train_data(1, 4, [step, step])
@@ -461,7 +461,7 @@ async def test_train_data_of_each_update_is_one_file(tmp_path: Path) -> None:
     assert next(read_part(files[0])) == {**said, **sampled, "format_feedback": feedback, "staleness": 1}
 
 
-async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_path: Path) -> None:
+async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_path):
     tracker = make_tracker(tmp_path)
     (tmp_path / "train_data").rmdir()
     await tracker.add_train_data(1, 0, [])
@@ -474,7 +474,7 @@ async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_
 
 
 @pytest.mark.parametrize("keep_tokens", [False, True])
-def test_tokens_and_logprobs_are_kept_if_configured(tmp_path: Path, keep_tokens: bool) -> None:
+def test_tokens_and_logprobs_are_kept_if_configured(tmp_path, keep_tokens):
     tracker = make_tracker(tmp_path, keep_tokens=keep_tokens)
     tracker.add_record(game())
     tracker.close()
@@ -500,7 +500,7 @@ class BrokenSink:
         raise RuntimeError("this sink cannot be closed")
 
 
-def test_failed_start_of_a_resume_keeps_open_evaluations_and_closes_every_sink(tmp_path: Path) -> None:
+def test_failed_start_of_a_resume_keeps_open_evaluations_and_closes_every_sink(tmp_path):
     """The registry does not have the evaluated checkpoint yet."""
     sinks, tally = (BrokenSink(), BrokenSink()), Tally()
     tracker = Tracker(tmp_path, sinks, TrackerConfig())

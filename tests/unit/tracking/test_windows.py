@@ -45,7 +45,7 @@ def expected(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_games", [1, 19, 20, 21, 90])
-def test_metrics_cover_only_the_newest_trajectories(num_games: int) -> None:
+def test_metrics_cover_only_the_newest_trajectories(num_games):
     rng = random.Random(num_games)
     diversity = Diversity(window=20)
     trajectories: list[Trajectory] = []
@@ -56,7 +56,7 @@ def test_metrics_cover_only_the_newest_trajectories(num_games: int) -> None:
     assert diversity.metrics() == pytest.approx(expected(trajectories[-20:]))
 
 
-def test_long_games_fill_the_window_earlier() -> None:
+def test_long_games_fill_the_window_earlier():
     diversity = Diversity(window=512, max_turns=100)
     for game in range(30):
         diversity.append(digests([str(game)] * 9), digests([str(game)] * 9))
@@ -70,7 +70,7 @@ def step(ids: Sequence[int]) -> Step:
 
 
 @given(st.lists(st.lists(st.integers(0, 2) | st.integers(2**31 - 3, 2**31 - 1), max_size=12), max_size=6))
-def test_repeated_4grams_are_those_seen_earlier_in_the_completion(completions: list[list[int]]) -> None:
+def test_repeated_4grams_are_those_seen_earlier_in_the_completion(completions):
     repeated = total = 0
     for ids in completions:
         grams = [tuple(ids[start : start + 4]) for start in range(len(ids) - 3)]
@@ -81,7 +81,7 @@ def test_repeated_4grams_are_those_seen_earlier_in_the_completion(completions: l
     assert metrics["repeated_4grams"] == pytest.approx(repeated / max(total, 1))
 
 
-def test_identical_completions_are_counted_for_the_commonest_one() -> None:
+def test_identical_completions_are_counted_for_the_commonest_one():
     metrics = repetition(map(step, [[1, 2], [1, 2], [1], [2, 1], [1, 2], [258]]))
     assert (metrics["identical_completions"], metrics["num_completions"]) == (0.5, 6)
     assert repetition([])["identical_completions"] == 0

@@ -50,9 +50,7 @@ def v1(group: str, quota: int) -> dict[str, str]:
         ("", {}, 16),
     ],
 )
-def test_number_of_cpus_is_the_smaller_of_mask_and_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], cpus: int
-) -> None:
+def test_number_of_cpus_is_the_smaller_of_mask_and_quota(tmp_path, monkeypatch, groups, files, cpus):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_bytes(os.fsencode(groups))
@@ -63,7 +61,7 @@ def test_number_of_cpus_is_the_smaller_of_mask_and_quota(
     assert usable_cpus(tmp_path) == cpus
 
 
-def test_quota_divides_the_threads_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_divides_the_threads_of_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for path, content in (("proc/self/cgroup", "0::/a\n"), ("sys/fs/cgroup/a/cpu.max", "600000 100000\n")):
         (tmp_path / path).parent.mkdir(parents=True)
@@ -74,14 +72,14 @@ def test_quota_divides_the_threads_of_a_plan(tmp_path: Path, monkeypatch: pytest
     assert (plan.engine_threads, plan.learner_threads) == (3, 3)
 
 
-def test_cpus_are_counted_in_one_place_and_by_the_mask_without_control_groups(tmp_path: Path) -> None:
+def test_cpus_are_counted_in_one_place_and_by_the_mask_without_control_groups(tmp_path):
     package = Path(unstable_lite.__file__).parent
     counting = re.compile(r"sched_getaffinity|cpu_count")
     assert [path.name for path in package.rglob("*.py") if counting.search(path.read_text())] == ["cpus.py"]
     assert usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
 
 
-def test_only_socket_directories_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_socket_directories_of_dead_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead, alive, full, starting, foreign = (make_socket_directory() for _ in range(5))
     file, mine = tmp_path / f"{SOCKETS}file", tmp_path / f"{SOCKETS}mine"
@@ -121,7 +119,7 @@ def test_only_socket_directories_of_dead_processes_are_removed(tmp_path: Path, m
     assert (mine / BUS).exists() and file.exists() and elsewhere.exists()
 
 
-def test_error_names_the_line_of_our_own_code_unless_it_says_how_to_act() -> None:
+def test_error_names_the_line_of_our_own_code_unless_it_says_how_to_act():
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(b"{")
     words = last_words(caught.value)
@@ -150,7 +148,7 @@ def raises(error: Exception) -> Callable[[], object]:
     ],
     ids=["its own", "called by the package", "in torch", "no file", "in Python's library"],
 )
-def test_error_has_the_users_line_as_its_place(code: Callable[[], object], name: str) -> None:
+def test_error_has_the_users_line_as_its_place(code, name):
     with pytest.raises(Exception) as caught:
         code()
     words = last_words(caught.value)
@@ -170,13 +168,13 @@ def test_error_has_the_users_line_as_its_place(code: Callable[[], object], name:
     ],
     ids=repr,
 )
-def test_error_from_outside_of_the_code_has_no_place(error: Exception) -> None:
+def test_error_from_outside_of_the_code_has_no_place(error):
     with pytest.raises(type(error)) as caught:
         raises(error)()
     assert last_words(caught.value).place == ""
 
 
-def test_mistake_below_the_package_alone_has_the_packages_line() -> None:
+def test_mistake_below_the_package_alone_has_the_packages_line():
     with pytest.raises(TypeError) as caught:
         ComposeFinalRewardTransforms(5)  # type: ignore[arg-type]
     caught.value.__traceback__ = caught.tb.tb_next  # as in a worker, whose own frames are the package's

@@ -18,7 +18,6 @@ from unstable_lite.transport.messages import (
     Failed,
     Generate,
     Generated,
-    Message,
     Reply,
     Update,
     Updated,
@@ -114,13 +113,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @given(st.lists(st.one_of([_instances(cls) for cls in MESSAGES]), max_size=4))
-def test_every_message_survives_a_round_trip(sent: list[Message]) -> None:
+def test_every_message_survives_a_round_trip(sent):
     received = decode(encode(sent))
     assert len(received) == len(sent)
     assert all(map(_same, sent, received))
 
 
-def test_every_request_names_the_type_of_its_reply() -> None:
+def test_every_request_names_the_type_of_its_reply():
     assert {Generate: Generated, Update: Updated}.items() <= REPLIES.items()
     assert all(issubclass(reply, Reply) and reply in MESSAGES for reply in REPLIES.values())
 
@@ -132,7 +131,7 @@ class Arrays(msgspec.Struct, array_like=True):
     logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
-def test_number_format_of_an_array_is_read_from_its_type_and_never_guessed() -> None:
+def test_number_format_of_an_array_is_read_from_its_type_and_never_guessed():
     sent = Arrays(ids=np.array([0, 5, 2**31 - 1], np.int32), logprobs=np.array([-0.5, -1e-9], np.float32))
     (read,) = decode_values(Arrays, encode([sent]))
     for name in ("ids", "logprobs"):
@@ -142,7 +141,7 @@ def test_number_format_of_an_array_is_read_from_its_type_and_never_guessed() -> 
             number_format(hint)
 
 
-def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
+def test_arrays_take_four_bytes_per_token_in_any_byte_order():
     ids = np.arange(1000, dtype=">i4")
     generation = Generation(
         prompt_ids=ids,
@@ -161,7 +160,7 @@ def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_give_a_protocol_error_or_messages(frame: bytes) -> None:
+def test_arbitrary_bytes_give_a_protocol_error_or_messages(frame):
     try:
         decode(frame)
     except ProtocolError:
@@ -175,7 +174,7 @@ _json_like = st.recursive(
 
 
 @given(st.data(), st.sampled_from(MESSAGES))
-def test_wrong_field_gives_a_protocol_error_or_a_message_that_can_be_sent_again(data: Any, cls: Any) -> None:
+def test_wrong_field_gives_a_protocol_error_or_a_message_that_can_be_sent_again(data, cls):
     (_, ((tag, *values),)) = msgpack.unpackb(encode([data.draw(_instances(cls))]))
     if values:
         values[data.draw(st.integers(0, len(values) - 1))] = data.draw(_json_like)
@@ -217,7 +216,7 @@ def _generated(**changes: Any) -> list[Any]:
         ({"a": 1}, r"\[protocol, messages\]"),
     ],
 )
-def test_invalid_envelope_is_refused_by_name(envelope: Any, says: str) -> None:
+def test_invalid_envelope_is_refused_by_name(envelope, says):
     with pytest.raises(ProtocolError, match=says):
         decode(msgpack.packb(envelope))
 
@@ -253,7 +252,7 @@ def _in_envelope(content: bytes) -> bytes:
         pytest.param(b"", id="nothing"),
     ],
 )
-def test_oversized_or_hidden_content_is_refused_in_little_memory(frame: bytes) -> None:
+def test_oversized_or_hidden_content_is_refused_in_little_memory(frame):
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
@@ -263,7 +262,7 @@ def test_oversized_or_hidden_content_is_refused_in_little_memory(frame: bytes) -
         tracemalloc.stop()
 
 
-def test_list_or_frame_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_or_frame_over_the_limit_is_refused(monkeypatch):
     monkeypatch.setattr(codec, "MAX_ITEMS", 10)
     with pytest.raises(ProtocolError, match="not msgpack"):
         decode(encode([Failed(request_id=1, error="x")] * 11))
@@ -276,7 +275,7 @@ def test_list_or_frame_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch
             decode(frame)
 
 
-def test_memory_of_a_frame_is_bounded_by_its_size() -> None:
+def test_memory_of_a_frame_is_bounded_by_its_size():
     """The worst case is a list of empty tables, a byte each."""
     frame = _in_envelope(b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000)
     tracemalloc.start()
@@ -288,15 +287,13 @@ def test_memory_of_a_frame_is_bounded_by_its_size() -> None:
 
 
 @pytest.mark.parametrize(("error", "says"), [("\ud800", "surrogates not allowed"), ("x" * 2000, "1000")])
-def test_sender_refuses_a_message_that_no_frame_can_hold(
-    error: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sender_refuses_a_message_that_no_frame_can_hold(error, says, monkeypatch):
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1000)
     with pytest.raises(ProtocolError, match=says):
         encode([Failed(request_id=1, error=error)])
 
 
-def test_steps_on_disk_are_checked_in_the_same_way() -> None:
+def test_steps_on_disk_are_checked_in_the_same_way():
     failed = Failed(request_id=1, error="x")
     assert decode_values(Failed, encode([failed])) == [failed]
     for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
