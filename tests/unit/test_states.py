@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.shuffled_rewards import ShuffledRewards
 from fakes.game_records import BASE, make_record, make_spec, make_step, make_trajectory
 from unstable_lite import reward_transformations as transforms
 from unstable_lite.config import Config
@@ -74,7 +75,14 @@ async def fill(buffer: Any, n: int) -> Any:
         buffer.begin_game(spec)
         buffer.add_game(finished(spec, n + number))
     batch = await buffer.get_batch(2, 1)
-    return str(batch), buffer.drain(), buffer.counts.metrics(), buffer.added, buffer.in_flight.limit
+    return (
+        str(batch),
+        buffer.drain(),
+        buffer.counts.metrics(),
+        buffer.added,
+        buffer.in_flight.limit,
+        buffer.in_flight.steps,
+    )
 
 
 def pay(transform: Any, n: int) -> Any:
@@ -115,6 +123,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "buffer of groups": (lambda: buffer_of(**GROUPS), fill),
     "buffer of duplicates": (lambda: buffer_of(**DEALS), fill),
     "role average": (lambda: transforms.RoleAdvantageFormatter(tau=0.1), pay),
+    "shuffled rewards": (ShuffledRewards, pay),
     "z-scores": (lambda: transforms.NormalizeRewards(z_score=True), normalise),
     "alarms": (lambda: Alarms(AlarmsConfig.model_validate({"staleness": {"threshold": 5}})), judge),
     "diversity": (lambda: Diversity(window=50), show),

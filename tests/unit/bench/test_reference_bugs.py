@@ -11,27 +11,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.harness import REPOSITORY
 from bench.peers.reference_bugs.learners import Bfloat16Adapter
 from bench.peers.reference_bugs.rewards import NoStopToken, RewardAtEveryTurn
-from bench.study.reading import as_stored, read_study
 from fakes import game_records
 from fakes.game_records import CONTEXT, make_generation, make_item, make_step
-from unstable_lite import plugins
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.learner.critic import estimate_advantages
 from unstable_lite.rollout.buffer import EpisodeBuffer
 from unstable_lite.types import FinishReason, PlayerTrajectory, Step, TrainItem
 
 BUGS = "bench.peers.reference_bugs"
-LEARNERS = ("WrongPrompt", "Bfloat16Adapter", "UncorrectedSampling")
 TEMPERATURE, CAP = 0.7, 2.0
 EPISODES = {"kind": "episodes"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STUDY = REPOSITORY / "examples" / "studies" / "reference_bugs.toml"
 
 MakeLearner = Callable[..., Any]
-MakeItems = Callable[..., list[TrainItem]]
 
 
 def patched(make_learner: MakeLearner, name: str, **sections: dict[str, Any]) -> Any:
@@ -152,34 +146,3 @@ def test_with_the_reward_at_every_turn_a_return_counts_the_turns_left():
         items = [item_of(step) for step in stored(make_trajectory(3, reward=-0.5), *transforms)]
         returns[name] = estimate_advantages(items, np.zeros(3), 1.0, 1.0)[1].tolist()
     assert returns == {"right": [-0.5, -0.5, -0.5], "wrong": [-1.5, -1.0, -0.5]}
-
-
-def test_every_arm_of_the_study_differs_from_the_first_by_its_bug():
-    checked = read_study(STUDY)
-    correct, *others = (as_stored(checked.configs[arm.name]) for arm in checked.study.arms)
-    assert correct["algorithm"] == "a2c"
-    learner, kind = {"algorithm"}, {"buffer.kind"}
-    changed = [{key for key in flat(one) if flat(one)[key] != flat(correct)[key]} for one in others]
-    assert changed == [
-        learner | kind,
-        {"rewards.step_reward_transformation"},
-        learner | kind,
-        {"rewards.step_reward_transformation"},
-        learner | kind | {"engine.top_p", "engine.allow_top_p"},
-    ]
-    classes = [one["algorithm"] for one in others if one["algorithm"] != "a2c"]
-    classes += [entry["name"] for one in others for entry in extra_transforms(one, correct)]
-    assert all(callable(plugins.find("class", name, {})) for name in classes)
-    assert len(set(classes)) == 5
-    assert [name.partition(":")[2] for name in classes[:3]] == list(LEARNERS)
-
-
-def extra_transforms(one: dict[str, Any], correct: dict[str, Any]) -> list[dict[str, Any]]:
-    key = "step_reward_transformation"
-    return [entry for entry in one["rewards"][key] if entry not in correct["rewards"][key]]
-
-
-def flat(table: dict[str, Any]) -> dict[str, Any]:
-    sections = [name for name in table if isinstance(table[name], dict)]
-    of_sections = {f"{name}.{key}": value for name in sections for key, value in table[name].items()}
-    return of_sections | {key: value for key, value in table.items() if key not in sections}

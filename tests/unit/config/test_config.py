@@ -17,7 +17,7 @@ from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
 from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed
-from unstable_lite.planning.plan import load_plan, make_plan
+from unstable_lite.planning.plan import Plan, load_plan, make_plan
 from unstable_lite.planning.staleness import describe_games
 from unstable_lite.planning.validation import find_problems, find_worker_problems
 from unstable_lite.reward_transformations import STEP
@@ -45,6 +45,10 @@ def problems_of(**sections: Any) -> list[str]:
     config, problems = parse_config({"train_envs": [ENV], **sections})
     assert config is not None
     return problems + find_problems(config)
+
+
+def plan_of(**sections: Any) -> Plan:
+    return make_plan(Config.model_validate({"train_envs": [ENV], **sections}))
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -84,7 +88,7 @@ def names_of(transformations: Any) -> list[str]:
 )
 def test_open_keys_are_set_by_the_algorithm_and_shown(algorithm, kind, final, sampling):
     group = {"group_size": 4} if algorithm in ("grpo", "rloo") else {}
-    plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm, "run": group}))
+    plan = plan_of(algorithm=algorithm, run=group)
     rewards = plan.config.rewards
     assert plan.config.buffer.kind == kind
     assert names_of(rewards.final_reward_transformation) == final
@@ -125,8 +129,7 @@ def test_critic_with_a_game_changing_baseline_gets_a_warning():
     sampling = {"sampling_reward_transformation": [{"name": "NormalizeRewards", "z_score": True}]}
 
     def warnings(algorithm: str, gamma: float, rewards: dict[str, Any]) -> list[str]:
-        raw = {"train_envs": [ENV], "algorithm": algorithm, "learner": {"gamma": gamma}, "rewards": rewards}
-        rows = make_plan(Config.model_validate(raw)).describe()
+        rows = plan_of(algorithm=algorithm, learner={"gamma": gamma}, rewards=rewards).describe()
         return [text for what, text in rows if what == "warning" and text.startswith("rewards.")]
 
     for algorithm in ("a2c", "ppo"):
@@ -140,11 +143,11 @@ def test_critic_with_a_game_changing_baseline_gets_a_warning():
 
 def test_step_rewards_follow_the_algorithm_unless_they_are_given():
     for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
-        plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm}))
+        plan = plan_of(algorithm=algorithm)
         steps = [entry.model_dump() for entry in plan.config.rewards.step_reward_transformation or ()]
         assert max(step.get("reward", 0.0) for step in steps) == largest
     rewards = {"sampling_reward_transformation": ["NormalizeRewards"], "step_reward_transformation": []}
-    plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": "a2c", "rewards": rewards}))
+    plan = plan_of(algorithm="a2c", rewards=rewards)
     assert names_of(plan.config.rewards.sampling_reward_transformation) == ["NormalizeRewards"]
     assert plan.config.rewards.step_reward_transformation == ()
 
@@ -260,7 +263,7 @@ def test_no_number_of_a_config_may_be_infinite():
 def test_duplicate_group_has_no_other_baseline(strategy):
     sections = DUPLICATE | {"league": {**DUPLICATE["league"], "opponent_sampling_strategy": strategy}}
     assert problems_of(**sections) == []
-    plan = make_plan(Config.model_validate(sections))
+    plan = plan_of(**sections)
     assert re.search(r"^4 games\b.*\bduplicate\b", dict(plan.describe())["groups"])
     assert "final: none" in dict(plan.describe())["rewards"] and "sampling: none" in dict(plan.describe())["rewards"]
 
@@ -300,9 +303,7 @@ def test_override_of_an_unknown_key_is_refused(tmp_path, override):
 
 
 def test_plan_describes_devices_and_memory():
-    plan = make_plan(
-        Config.model_validate({"train_envs": [ENV], "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]}})
-    )
+    plan = plan_of(engine={"kind": "scripted", "devices": ["cpu", "cpu"]})
     rows = dict(plan.describe())
     assert rows["engine-0"].startswith("scripted on the CPU")
     assert "engine-1" in rows
@@ -324,18 +325,10 @@ def test_plan_describes_devices_and_memory():
 )
 def test_check_predicts_games_and_endpoint_requests(run, expected):
     env = {"env_id": "Nim-v0-train", "num_players": 2}
-    config = Config.model_validate(
-        {
-            "run": {"eval_share": 0.2} | run,
-            "learner": {"batch_size": 80},
-            "league": {
-                "opponent_sampling_strategy": {"fixed": 1.0},
-                "fixed_opponents": ["vendor/model", "scripted:random"],
-            },
-            "train_envs": [env | {"num_actors": 1}],
-            "eval_envs": [env | {"fixed_opponent": "vendor/model"}],
-        }
-    )
+    league = {"opponent_sampling_strategy": {"fixed": 1.0}, "fixed_opponents": ["vendor/model", "scripted:random"]}
+    envs = {"train_envs": [env | {"num_actors": 1}], "eval_envs": [env | {"fixed_opponent": "vendor/model"}]}
+    given = {"run": {"eval_share": 0.2} | run, "learner": {"batch_size": 80}, "league": league}
+    config = Config.model_validate(given | envs)
     assert describe_games(config, {"Nim-v0-train": [20]}) == expected
     assert describe_games(config, {}).startswith("at least 0.8 training")
 
@@ -353,15 +346,9 @@ def test_check_predicts_games_and_endpoint_requests(run, expected):
     ],
 )
 def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(strategy, num_actors, max_loras, active, needed):
-    plan = make_plan(
-        Config.model_validate(
-            {
-                "train_envs": [{**ENV, "num_actors": num_actors}],
-                "league": {"opponent_sampling_strategy": strategy, "fixed_opponents": []},
-                "engine": {"max_loras": max_loras} if max_loras else {},
-            }
-        )
-    )
+    league = {"opponent_sampling_strategy": strategy, "fixed_opponents": []}
+    engine = {"max_loras": max_loras} if max_loras else {}
+    plan = plan_of(train_envs=[{**ENV, "num_actors": num_actors}], league=league, engine=engine)
     if max_loras is None:
         assert plan.config.engine.max_loras == (needed if needed <= 8 else needed + 4)
         assert needed <= 8 or not any("adapter slots" in text for name, text in plan.describe() if name == "warning")
@@ -383,8 +370,8 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(strategy, num_act
 )
 def test_only_opponents_that_may_be_drawn_are_listed(strategy, num_actors, says):
     league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
-    sections = {"train_envs": [{**ENV, "num_actors": num_actors}], "engine": {"max_loras": 16}}
-    shown = make_plan(Config.model_validate({**sections, "league": league})).opponents()
+    envs = [{**ENV, "num_actors": num_actors}]
+    shown = plan_of(train_envs=envs, engine={"max_loras": 16}, league=league).opponents()
     assert shown == says or (num_actors == 2 and "not used" in shown)
 
 

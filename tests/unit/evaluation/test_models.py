@@ -199,11 +199,15 @@ def meet(one: str, other: str, games: int, strengths: dict[str, float], env_id: 
     return found
 
 
-def ladder(models: dict[str, float], games: int = 2000, env_id: str = ENV) -> list[Place]:
+def ladder_games(models: dict[str, float], games: int = 2000, env_id: str = ENV) -> list[RatedGame]:
     strengths = STRENGTH | models
     pairs = [(one, other) for i, one in enumerate(RUNGS) for other in RUNGS[i + 1 :]]
     pairs += [(model, rung) for model in models for rung in RUNGS]
-    return rate([game for pair in pairs for game in meet(*pair, games, strengths, env_id)])
+    return [game for pair in pairs for game in meet(*pair, games, strengths, env_id)]
+
+
+def ladder(models: dict[str, float], games: int = 2000) -> list[Place]:
+    return rate(ladder_games(models, games))
 
 
 def test_strengths_are_found_within_their_intervals():
@@ -239,17 +243,10 @@ def test_games_that_were_all_lost_give_a_finite_rating_below_the_anchor():
 
 
 def test_envs_have_scales_of_their_own():
-    ours, theirs = ladder({"m": 100.0}, games=100), ladder({"m": -100.0}, games=100, env_id="openspiel:connect_four")
-    games = [
-        game
-        for env_id, strength in ((ENV, 100.0), ("openspiel:connect_four", -100.0))
-        for i, one in enumerate(RUNGS)
-        for other in (*RUNGS[i + 1 :], "m")
-        for game in meet(*(("m", one) if other == "m" else (one, other)), 100, STRENGTH | {"m": strength}, env_id)
-    ]
-    assert sorted(rate(games), key=lambda place: (place.env_id, place.model)) == sorted(
-        ours + theirs, key=lambda place: (place.env_id, place.model)
-    )
+    ours = ladder_games({"m": 100.0}, games=100)
+    theirs = ladder_games({"m": -100.0}, games=100, env_id="openspiel:connect_four")
+    places = {(place.env_id, place.model): place for place in rate(ours + theirs)}
+    assert places == {(place.env_id, place.model): place for place in (*rate(ours), *rate(theirs))}
 
 
 def test_table_and_file_have_a_row_for_each_model(tmp_path):

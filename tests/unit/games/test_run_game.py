@@ -305,17 +305,3 @@ async def test_failed_game_stays_void_and_keeps_its_turns():
         )
     assert record.end == "void"
     assert len(record.turns) == 2
-
-
-@pytest.mark.parametrize(
-    ("env_id", "num_players", "text"),
-    [
-        ("FrozenLake-v0-random-train", 1, "\\boxed{right}"),
-        ("LiarsDice-v0-small-train", 4, "\\boxed{[call]}"),
-        ("ThreePlayerTicTacToe-v0-train", 3, "\\boxed{[0 1]}"),
-    ],
-)
-async def test_games_of_one_and_of_many_players_collect_every_seat(env_id, num_players, text):
-    record = await played(several(env_id, num_players, seed=2), saying(lambda *_: text))
-    assert set(record.rewards) == set(range(num_players))
-    assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)

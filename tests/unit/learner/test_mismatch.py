@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fakes.learner_fixtures import update_and_save
+from fakes.random_models import make_adapter
 from fakes.unrolled import snapshot
 from unstable_lite.adapters import peft_files
 from unstable_lite.learner import worker
@@ -121,18 +122,6 @@ def test_only_saved_versions_are_measured_after_a_resume(make_learner, make_item
         assert metrics["mismatch_mean"] == whole["mismatch_mean"]
 
 
-def write_frozen(directory: Path, model_path: Path, rank: int, alpha: float, modules: list[str]) -> Path:
-    """Write an adapter by PEFT itself, with every matrix random."""
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), config)
-    generator = torch.Generator().manual_seed(rank)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0.0, 0.1, generator=generator)
-    model.save_pretrained(directory, safe_serialization=True)
-    return directory
-
-
 def by_peft(directory: Path, model_path: Path, item: Any, temperature: float) -> Any:
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), directory).eval()
     tokens_T = torch.from_numpy(np.concatenate([item.prompt_ids, item.completion_ids])).long()
@@ -149,7 +138,7 @@ def by_peft(directory: Path, model_path: Path, item: Any, temperature: float) ->
 def test_scores_equal_those_of_peft_at_any_lower_rank_and_scale(
     make_learner, make_items, model_path, tmp_path, rank, alpha, modules
 ):
-    frozen = write_frozen(tmp_path / "frozen", model_path, rank, alpha, modules)
+    frozen = make_adapter(model_path, tmp_path / "frozen", rank, r=rank, lora_alpha=alpha, target_modules=modules)
     learner, items = make_learner(), tuple(make_items())
     before, own = snapshot(learner), learner.policy.score(items)
     reply = worker._Worker(learner, learner.config).answer(Score(request_id=1, items=items, adapter=str(frozen)))
@@ -174,7 +163,7 @@ def test_scores_equal_those_of_peft_at_any_lower_rank_and_scale(
 def test_failed_score_leaves_the_learner_as_it_was(
     make_learner, make_items, model_path, tmp_path, monkeypatch, failures, error
 ):
-    frozen = write_frozen(tmp_path / "frozen", model_path, 4, 8, ["q_proj", "down_proj"])
+    frozen = make_adapter(model_path, tmp_path / "frozen", 4, r=4, target_modules=["q_proj", "down_proj"])
     learner, items = make_learner(), tuple(make_items())
     message = Score(request_id=1, items=items, adapter=str(frozen))
     policy, before, limit = learner.policy, snapshot(learner), learner.policy.max_tokens_per_micro_batch
@@ -224,7 +213,7 @@ def test_unfit_adapter_is_a_failed_request(
     make_learner, make_items, model_path, tmp_path, rank, modules, is_narrow, says
 ):
     learner = make_learner(lora={"target_modules": ["q_proj"]})
-    path = write_frozen(tmp_path / "frozen", model_path, rank, 8, modules)
+    path = make_adapter(model_path, tmp_path / "frozen", 1, r=rank, target_modules=modules)
     if is_narrow:
         tensors = safetensors.torch.load_file(path / peft_files.WEIGHTS)
         narrow = {name: t[:, :-1].contiguous() if "lora_A" in name else t for name, t in tensors.items()}

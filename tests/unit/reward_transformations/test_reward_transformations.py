@@ -1,4 +1,3 @@
-import json
 import math
 import re
 import sys
@@ -187,16 +186,7 @@ def test_custom_class_is_found_by_module_and_name(name, factor):
     assert compose(2.0, 0, "E", make_context("scripted")) == 2.0 * factor
 
 
-def test_composition_saves_the_state_of_its_parts_and_refuses_that_of_others():
-    def composed():
-        return transforms.ComposeFinalRewardTransforms(
-            [transforms.WinDrawLossFormatter(), transforms.RoleAdvantageByEnvFormatter(tau=0.5)]
-        )
-
-    before, after = composed(), composed()
-    before(1.0, 0, "E")
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after(-0.5, 0, "E") == before(-0.5, 0, "E") == -2.0
+def test_composition_refuses_the_state_of_other_parts():
     state = transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageFormatter()]).state_dict()
     with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
         transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageByEnvFormatter()]).load_state_dict(state)

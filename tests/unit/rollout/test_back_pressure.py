@@ -1,16 +1,14 @@
 """The limit on games in flight, which must never block the run for ever."""
 
 import asyncio
-import json
 import math
-import random
 
 import pytest
 from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes import game_records
 from fakes.game_records import BASE, Observer, make_record
-from unstable_lite.rollout.back_pressure import FEW, InFlight, ages_by_turn, length_class, spread_of, turn_spread_of
+from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, length_class, spread_of, turn_spread_of
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.types import GameSpec
@@ -84,21 +82,6 @@ def test_game_may_start_whenever_the_learner_would_lack_steps(max_age):
     in_flight = InFlight(1000, 1500, max_age, {"E": 3.0})
     assert all(in_flight.has_room(held) for held in range(0, 1500, 100))
     assert not in_flight.has_room(10_000)
-
-
-def test_learnt_lengths_are_part_of_the_buffer_state():
-    first, second = StepBuffer(10), StepBuffer(10)
-    first.in_flight, second.in_flight = InFlight(10, 10, 8, {"E": 3.0}), InFlight(10, 10, 8, {"E": 3.0})
-    rng = random.Random(0)
-    for game_idx in range(FEW + 10):
-        first.in_flight.begin(make_spec(game_idx))
-        first.in_flight.arrive(first.in_flight.end(game_idx, 9), rng.randrange(1, 9))
-    first.in_flight.measure()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.in_flight.limit == first.in_flight.limit
-    for in_flight in (first.in_flight, second.in_flight):
-        in_flight.begin(make_spec(10_000))
-    assert second.in_flight.steps == first.in_flight.steps
 
 
 def test_classes_of_game_length_have_plain_names():

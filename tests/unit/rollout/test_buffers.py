@@ -37,19 +37,15 @@ def assert_balanced(buffer):
 # rewards
 
 
-async def test_final_transform_runs_per_trajectory_and_step_transform_per_step():
-    buffer = StepBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
-    buffer.add_player_trajectory(make_trajectory(3))
-    batch = await buffer.get_batch(3, 0)
-    assert [step.reward for step in batch] == [2.5, 2.5, 2.5]
-    for step in batch:
+async def test_steps_have_the_final_reward_and_episodes_only_on_their_last_step():
+    kinds = StepBuffer, EpisodeBuffer
+    steps, episodes = (kind(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0)) for kind in kinds)
+    for buffer in (steps, episodes):
+        buffer.add_player_trajectory(make_trajectory(3))
+    for step in await steps.get_batch(3, 0):
+        assert step.reward == 2.5
         assert step.step_info == {"raw_reward": 1.0, "env_reward": 0.5, "baseline": 0.5, "step_reward": 2.5}
-
-
-async def test_episodes_carry_the_final_reward_only_on_the_last_step():
-    buffer = EpisodeBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
-    buffer.add_player_trajectory(make_trajectory(3))
-    (episode,) = await buffer.get_batch(3, 0)
+    (episode,) = await episodes.get_batch(3, 0)
     assert [step.reward for step in episode] == [2.0, 2.0, 2.5]
     assert [step.step_info["env_reward"] for step in episode] == [0.0, 0.0, 0.5]
 
