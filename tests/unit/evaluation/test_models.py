@@ -55,18 +55,13 @@ def test_models_of_one_name_are_distinguished_by_their_runs(run, tmp_path):
     assert opponents[1] == models[1]
 
 
-def test_run_of_a_checkpoint_is_found(run):
-    assert find_run(["base", "scripted:random", str(run / "checkpoints" / "ckpt-2")]) == run
-    assert find_run([str(run)]) == run
-    assert find_run(["base"]) is None
-
-
 def test_frozen_players_have_the_same_names_as_in_a_config(run, tmp_path):
     words = ["base", f"run:{run}/newest", f"adapter:{run}/checkpoints/ckpt-3"]
     models = find_models(words)
     assert [model.name for model in models] == words
     assert [model.path and model.path.name for model in models] == [None, "ckpt-11", "ckpt-3"]
-    assert find_run(words[1:]) == find_run(words[2:]) == run
+    assert find_run(words[1:]) == find_run(words[2:]) == find_run(["base", str(run)]) == run
+    assert find_run(["base"]) is None
     assert len(find_models([words[1], str(run / "checkpoints" / "ckpt-11")])) == 1, "the same weights"
     with pytest.raises(ConfigError, match="ckpt-77"):
         find_models([f"run:{run}/ckpt-77"])

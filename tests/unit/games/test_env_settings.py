@@ -170,13 +170,18 @@ class OddNim(NimEnv):  # type: ignore[misc]
         return odd.get(self.fault, rewards), remarks
 
 
+def register_odd(family: str, fault: str) -> str:
+    """Register Nim with this fault under a name of this family, and return its id."""
+    env_id, nim = f"{family}-v0-{fault.replace(' ', '')}odd", ENV_REGISTRY["Nim-v0-train"]
+    env_class = type("Odd", (OddNim,), {"fault": fault})
+    register(id=env_id, entry_point=env_class, default_wrappers=nim.default_wrappers, **nim.kwargs)
+    return env_id
+
+
 @pytest.mark.parametrize("fault", ["raises", "lacks a reward", "pays text", "pays nan", "asks a judge", ""])
 @pytest.mark.parametrize("family", ["Nim", "Unknown"])
 def test_trial_game_finds_what_is_wrong_with_an_env(fault, family):
-    env_id = f"{family}-v0-{fault.replace(' ', '')}odd"
-    nim = ENV_REGISTRY["Nim-v0-train"]
-    env_class = type("Odd", (OddNim,), {"fault": fault})
-    register(id=env_id, entry_point=env_class, default_wrappers=nim.default_wrappers, **nim.kwargs)
+    env_id = register_odd(family, fault)
     config = config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"})
     problems = find_engine_problems(config)
     # Without legal moves, the game ends at its first one, and only the rewards of that end are seen.
@@ -191,14 +196,7 @@ def test_trial_game_finds_what_is_wrong_with_an_env(fault, family):
 @pytest.mark.parametrize(("fault", "seconds"), [("endless", 60.0), ("slow", 0.5)])
 def test_trial_game_has_an_end_by_turns_and_by_time(fault, seconds, monkeypatch):
     monkeypatch.setattr(env_catalogue, "TRIAL_TIMEOUT_S", seconds)
-    nim = ENV_REGISTRY["Nim-v0-train"]
-    register(
-        id=f"Nim-v0-{fault}",
-        entry_point=type("Odd", (OddNim,), {"fault": fault}),
-        default_wrappers=nim.default_wrappers,
-        **nim.kwargs,
-    )
-    tried = trial(config_of(env_id=f"Nim-v0-{fault}", max_turns=999).train_envs[0])
+    tried = trial(config_of(env_id=register_odd("Nim", fault), max_turns=999).train_envs[0])
     assert tried.unseen == "no trial game came to its end"
     assert max(tried.lengths) == 200 if fault == "endless" else max(tried.lengths) < 5
 

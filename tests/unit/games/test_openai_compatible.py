@@ -212,17 +212,21 @@ async def test_garbage_is_always_an_opponent_error(server, connect, body):
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "finish_reason", "text"),
     [
-        ([{"type": "text", "text": "\\boxed"}, {"type": "text", "text": "{4}"}], "\\boxed{4}"),
-        ([{"type": "thinking", "thinking": [{"type": "text", "text": "5"}]}, {"type": "text", "text": "4"}], "4"),
-        (["4", None, {"text": "2"}, {"type": None, "text": "!"}, {"type": "reasoning", "text": ["5"]}], "42!"),
-        ([{"type": "reasoning", "text": "5"}, {"type": "output_text", "text": "4", "annotations": []}], "4"),
+        ([{"type": "text", "text": "\\boxed"}, {"type": "text", "text": "{4}"}], "length", "\\boxed{4}"),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "5"}]}, {"text": "4"}], "content_filter", "4"),
+        (["4", None, {"text": "2"}, {"type": None, "text": "!"}, {"type": "reasoning", "text": ["5"]}], "stop", "42!"),
+        ([{"type": "reasoning", "text": "5"}, {"type": "output_text", "text": "4", "annotations": []}], {}, "4"),
+        *(("4", reason, "4") for reason in ("eos_token", None)),
     ],
 )
-async def test_text_parts_of_an_answer_are_joined(server, connect, content, text):
-    server.answer = lambda _body: chat_reply(content)
-    assert (await connect().complete(MODEL, "hello")).text == text
+async def test_text_parts_of_an_answer_are_joined_and_a_truncated_one_is_marked(
+    server, connect, content, finish_reason, text
+):
+    server.answer = lambda _body: chat_reply(content, finish_reason)
+    reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
+    assert (reply.text, reply.is_cut_off) == (text, finish_reason in ("length", "content_filter"))
 
 
 @pytest.mark.parametrize(
@@ -319,16 +323,6 @@ async def test_long_reply_loses_its_middle_with_a_note(server, connect, caplog):
 async def test_lone_surrogate_in_an_answer_becomes_a_question_mark(server, connect, written, read):
     server.answer = lambda _body: (200, json.dumps(chat_reply("TEXT")[1]).replace("TEXT", written).encode())
     assert (await connect().complete(MODEL, "hello")).text == read
-
-
-@pytest.mark.parametrize(
-    ("finish_reason", "is_cut_off"),
-    [("length", True), ("content_filter", True), ("stop", False), ("eos_token", False), (None, False), ({}, False)],
-)
-async def test_truncated_answer_is_marked(server, connect, finish_reason, is_cut_off):
-    server.answer = lambda _body: chat_reply("\\boxed{4}", finish_reason)
-    reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
-    assert (reply.text, reply.is_cut_off) == ("\\boxed{4}", is_cut_off)
 
 
 async def test_key_appears_in_no_error_and_no_log(server, connect, caplog):

@@ -60,8 +60,6 @@ class LocalEngine:
         """Adapter whose requests are not answered for now."""
         self.loaded: dict[int, bytes] = {}
         self.most_loaded = 0
-        self.loading = asyncio.Event()
-        self.loading.set()
         self.num_refusals = 0
         """Number of unloads still to refuse, as if a request were running."""
         self.while_unloading: Callable[[], None] | None = None
@@ -77,7 +75,6 @@ class LocalEngine:
         return set(self.loaded)
 
     async def load_adapter(self, version: int, path: Path) -> str:
-        await self.loading.wait()
         if version in self.loaded:
             return digest_of(self.loaded[version])
         try:
