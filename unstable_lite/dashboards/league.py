@@ -21,6 +21,11 @@ FIXED = "fixed-"
 """Beginning of a fixed opponent's uid."""
 STARTS = (BASE, INITIAL)
 """Uids of the models that a run begins with."""
+ABOUT = {
+    BASE: "the model before training",
+    "scripted:blind-random": "moves from a fixed list, without a look at the position",
+}
+"""Explanations of opponents whose names do not say who they are."""
 LONGEST_HEAD = 16
 
 
@@ -112,6 +117,11 @@ class League:
 def name_of(uid: str) -> str:
     """Return the name for display: without the beginning of fixed opponents, but for the base as a fixed opponent."""
     return uid if uid == FIXED + BASE else uid.removeprefix(FIXED)
+
+
+def about(opponent: str) -> str:
+    """Return an explanation of an opponent, as results name it, if it needs one."""
+    return ABOUT.get(opponent.partition(",")[0], "")
 
 
 @cache

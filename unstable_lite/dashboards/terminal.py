@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unstable_lite.config.games import against
+from unstable_lite.dashboards.league import about
 from unstable_lite.dashboards.text_rows import hanging
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
@@ -218,7 +219,9 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
         has_choices = any(one.choices for one in evaluations)
         wins = ["won", "draw"] if row.newest.is_share else []
         columns = ("games", row.value_name, "95 %", *wins, "own\ninvalid", *["best\nmoves"] * has_choices)
-        table = plain_table(row.title + f"\n({row.about})" * bool(row.about), ("when", "model"), columns)
+        table = plain_table(
+            row.title + f"\n({about(row.opponent)})" * bool(about(row.opponent)), ("when", "model"), columns
+        )
         for one in evaluations:
             table.add_row(
                 one.label,

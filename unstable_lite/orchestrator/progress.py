@@ -176,19 +176,17 @@ class Progress:
             yield from self._beside_training() if not config.run.eval_games else ["no evaluation has ended yet"]
         yield from self._reward()
 
-    def _beside_training(self) -> Iterator[str]:
-        """Yield the points of the newest evaluation games beside training, which have no quota."""
-        latest, envs, num_shown = self._parts.tracker.latest, self._parts.plan.config.eval_envs, 0
-        cells = [(env.env_id, env.opponent) for env in envs]
+    def _beside_training(self) -> list[str]:
+        """Return the points of the newest evaluation games beside training, which have no quota."""
+        latest, envs = self._parts.tracker.latest, self._parts.plan.config.eval_envs
+        cells, shown = [(env.env_id, env.opponent) for env in envs], []
         for env_id, opponent in cells[:MOST_SHOWN]:
-            name = f"evaluation-{env_id} ({opponent})"
-            if f"{name}/Points" in latest:
-                points, n = percent(latest[f"{name}/Points"]), latest[f"{name}/n"]
-                yield f"{row_label(env_id, opponent, cells)} {points} (n={n:.0f}, beside training)"
-                num_shown += 1
-        if not num_shown:
-            has_games = self._parts.plan.num_eval_workers and envs
-            yield "no evaluation game has ended yet" if has_games else "no evaluation, because run.eval_games is 0"
+            if (name := f"evaluation-{env_id} ({opponent})/Points") in latest:
+                n = f"n={latest[name.replace('/Points', '/n')]:.0f}, beside training"
+                shown.append(f"{row_label(env_id, opponent, cells)} {percent(latest[name])} ({n})")
+        has_games = self._parts.plan.num_eval_workers and envs
+        none = "no evaluation game has ended yet" if has_games else "no evaluation, because run.eval_games is 0"
+        return shown or [none]
 
     def _reward(self) -> Iterator[str]:
         """Yield the mean reward of the newest training games of the first env, if there are any."""

@@ -20,11 +20,6 @@ from unstable_lite.tracking.intervals import Gain, gain_over, seeds_interval, un
 
 SCRIPTED = "scripted:"
 OPTIMAL = "scripted:optimal"
-ABOUT = {
-    "base": "the model before training",
-    "scripted:blind-random": "moves from a fixed list, without a look at the position",
-}
-"""Explanations of opponents whose names do not say who they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +46,6 @@ class ResultRow:
         """Full name: the value, the opponent, and the env."""
         value, when = self.value_name.capitalize(), ", while training" * self.is_concurrent
         return f"{value}{against(self.opponent)} in {self.env_id}{when}"
-
-    @property
-    def about(self) -> str:
-        """Explanation of the opponent, if its name needs one."""
-        return ABOUT.get(self.opponent.partition(",")[0], "")
 
     @property
     def has_opponent(self) -> bool:

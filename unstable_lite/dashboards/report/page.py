@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 
 from unstable_lite.config.games import against
-from unstable_lite.dashboards.league import League, Result, age, choose, find_strongest, name_of
+from unstable_lite.dashboards.league import League, Result, about, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
@@ -99,7 +99,7 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
-    environment.filters |= {"duration": duration, "spikes": spike_texts}
+    environment.filters |= {"about": about, "duration": duration, "spikes": spike_texts}
     environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
     return environment.get_template("page.html.jinja")
 
