@@ -89,8 +89,7 @@ async def test_request_goes_to_the_engine_with_fewest_outstanding_tokens(engines
     assert {generation.text for generation in await asyncio.gather(*asked)} == {"yes"}
     assert engines.outstanding == [0, 0, 0]
 
-
-async def test_dead_engine_or_cancelled_game_releases_outstanding_tokens(engines: Engines) -> None:
+    # A dead engine and a cancelled game release their tokens.
     engines.signal(signal.SIGSTOP)
     asked = [asyncio.create_task(engines.pool.generate("p", 0)) for _ in range(6)]
     await asyncio.sleep(0)

@@ -490,6 +490,7 @@ def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
         assert low <= float(row["interval_high"]), model
 
 
+@pytest.mark.nightly
 async def test_adapter_of_another_shape_is_an_error(tmp_path: Path) -> None:
     other_base, config = write_adapter(tmp_path / "other", small()), runs.write_small(tmp_path)
     plan = plan_evaluation([str(other_base)], output=tmp_path / "out", config=config, overrides=["engine.threads=1"])

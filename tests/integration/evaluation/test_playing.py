@@ -26,6 +26,10 @@ def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def watched(*arguments: str | Path) -> str:
+    return runs.output_of(runs.invoke("play", *SETTINGS, "--watch", *arguments))
+
+
 def test_person_plays_to_the_end_and_sees_every_turn(run: Path) -> None:
     out = runs.output_of(play("[0 9]\n[0 9]\n", run, "--seat", "0"))
     assert out.count("is not legal here") == 1
@@ -45,7 +49,7 @@ def test_person_who_leaves_early_gets_a_clear_error(run: Path) -> None:
 
 
 def test_two_models_can_be_watched(run: Path) -> None:
-    out = runs.output_of(play("", run, "scripted:random", "--watch", "--env", "TicTacToe-v0-train", "--seat", "1"))
+    out = watched(run, "scripted:random", "--env", "TicTacToe-v0-train", "--seat", "1")
     assert "player 0, fixed-scripted:random: [" in out
     assert "player 1, ckpt-2: \\boxed{[" in out
     assert "the end" in out
@@ -54,7 +58,7 @@ def test_two_models_can_be_watched(run: Path) -> None:
 def test_budget_for_thinking_holds_in_a_watched_game(run: Path) -> None:
     settings = ("engine.thinking_tokens=10", 'engine.replies=["<think> so I take one"]')
     changes = [word for setting in settings for word in ("--set", setting)]
-    out = runs.output_of(play("", run, "scripted:random", "--watch", *changes))
+    out = watched(run, "scripted:random", *changes)
     assert "<think> so\n</think>\n\n<think> so I take one" in out
 
 

@@ -167,7 +167,13 @@ def engines_of(process: runs.subprocess.Popen[str]) -> list[psutil.Process]:
     return engines
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL], ids=["stop", "death of an engine"])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        pytest.param(signal.SIGUSR1, id="stop", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, id="dead engine"),
+    ],
+)
 def test_interrupted_start_of_a_resume_ends_with_its_reason(copy: Path, signum: int) -> None:
     process = resume_with_an_open_evaluation(copy)
     runs.wait_for(lambda: engines_of(process))

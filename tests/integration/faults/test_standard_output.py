@@ -64,6 +64,7 @@ def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Pa
     assert saved(tmp_path)
 
 
+@pytest.mark.nightly
 def test_run_without_standard_streams_finishes(tmp_path: Path) -> None:
     words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *torchless("run", runs.write_small(tmp_path), *QUICK)]
     assert subprocess.run(words, env=runs.environment(), timeout=240).returncode == 0

@@ -166,18 +166,6 @@ async def test_games_of_a_dead_process_are_void_and_the_next_ones_are_played(env
         assert await asyncio.gather(*(play(env, seed) for seed, env in enumerate(made))) == here
 
 
-async def test_process_that_dies_after_its_answer_is_not_blamed_on_that_game(unstarted: EnvPool) -> None:
-    spec = game("Nim-v0-train", 2, 0)
-    here, there = make_in_process(spec), await unstarted.make(spec)
-    turn = await here.advance("[0 1]")
-    assert await there.advance("[9 6]") == turn  # the process takes a second to record that the call has ended
-    for child in own_children():
-        os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(EnvError) as caught:
-        await there.advance("[1 1]")
-    assert caught.value.reason == "env_lost"
-
-
 @pytest.mark.parametrize(
     ("move", "says", "reason"),
     [
@@ -217,7 +205,7 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     assert reasons(ended) == ["", "env_lost", ""]
 
 
-async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the_key_of_its_model(
+async def test_processes_start_late_get_one_key_and_blame_no_game_if_they_die_between_calls(
     unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     envs = {"PublicGoodsGame-v0-train": 3, "LiarsDice-v0-train": 3, "Sokoban-v0-train": 1}
@@ -231,6 +219,14 @@ async def test_processes_start_with_the_first_env_that_may_loop_and_get_only_the
     for child in own_children():
         given = {name: value for name, value in child.environ().items() if name.endswith("_API_KEY")}
         assert given == {"OPENROUTER_API_KEY": "the OPENROUTER_API_KEY"}
+    # A process that dies after its answer: it takes a second to record that the call has ended.
+    here, there = make_in_process(game("Nim-v0-train", 2, 0)), await unstarted.make(game("Nim-v0-train", 2, 0))
+    assert await there.advance("[9 6]") == await here.advance("[0 1]")
+    for child in own_children():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EnvError) as caught:
+        await there.advance("[1 1]")
+    assert caught.value.reason == "env_lost"
 
 
 async def test_isolated_env_gets_arguments_and_allowance(environments: EnvPool) -> None:

@@ -1,6 +1,6 @@
 """An update that runs out of memory is repeated in smaller micro-batches, as if it had never begun."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_learner_worker import start  # noqa: F401
 
 from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import is_equal, snapshot
-from unstable_lite.config import Config
 from unstable_lite.learner import worker
 from unstable_lite.learner.batching import length
 from unstable_lite.transport.messages import Failed, LoadLearner, SaveLearner, Update, Updated
-from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.rpc import Router, WorkerChannel
-from unstable_lite.transport.worker_main import WorkerSpec
 
 ALGORITHMS = ["reinforce", "ppo"]
 """Both functions that make an update, one without a critic and one with it."""
@@ -201,35 +198,19 @@ def test_other_errors_are_not_taken_for_oom(make_learner, make_items, tmp_path):
         update_and_save(worker._Worker(learner, learner.config), update(tmp_path, make_items(2)))
 
 
-@pytest.fixture
-async def starved_process(tmp_path: Path, make_config: Callable[..., Config]) -> AsyncIterator[WorkerProcess]:
-    (tmp_path / "bus").mkdir()
-    router = Router(tmp_path / "bus")
-    flags = {"activation_checkpointing": False, "max_tokens_per_micro_batch": 10**6}
-    config = make_config("fakes.starved_learners:Starved", learner=flags)
-    spec = WorkerSpec(
-        name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
-    )
-    process = WorkerProcess(
-        WorkerChannel(router, "learner"), tmp_path / "log", "unstable_lite.learner.worker", spec, {}
-    )
-    await process.start()
-    await process.ready(120)
-    yield process
-    await process.stop()
-    router.close()
-
-
 @pytest.mark.nightly
-async def test_learner_within_a_system_limit_finds_a_fitting_size(starved_process, make_items, tmp_path):
+async def test_learner_within_a_system_limit_finds_a_fitting_size(start, make_config, make_items, tmp_path):  # noqa: F811
     """RLIMIT_AS leaves the process less than the whole batch at once would take."""
+    flags = {"activation_checkpointing": False, "max_tokens_per_micro_batch": 10**6}
+    process = await start(make_config("fakes.starved_learners:Starved", learner=flags))
+    await process.ready(120)
     items = [replace(item, prompt_ids=np.resize(item.prompt_ids, 200)) for item in make_items(256)]
     message = update(tmp_path, items)
-    await starved_process.channel.ask(SaveLearner, 120, path=str(tmp_path / "before"))
+    await process.channel.ask(SaveLearner, 120, path=str(tmp_path / "before"))
     fields = {"items": message.items, "version": 1, "path": message.path}
-    updated: Updated = await starved_process.channel.ask(Update, 120, **fields)
+    updated: Updated = await process.channel.ask(Update, 120, **fields)
     assert updated.skipped is None
     assert updated.metrics["oom_retries"] >= 1
     assert updated.metrics["max_tokens_per_micro_batch"] < sum(map(length, items))
     assert (tmp_path / "v1").is_dir()
-    assert "out of memory" in (tmp_path / "log").read_text()
+    assert "out of memory" in (tmp_path / "learner.log").read_text()

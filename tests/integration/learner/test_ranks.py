@@ -25,7 +25,8 @@ MakeItems = Callable[..., list[TrainItem]]
 MakeConfig = Callable[..., Config]
 
 pytestmark = pytest.mark.nightly
-ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+ALGORITHMS = ["reinforce", "ppo"]
+"""Both functions that make an update, one without a critic and one with it."""
 LEARNER: dict[str, Any] = {
     "max_tokens_per_micro_batch": 60,
     "kl_coefficient": 0.5,

@@ -90,7 +90,7 @@ def true_values(probability_2V: np.ndarray) -> list[float]:
 @pytest.mark.parametrize(
     ("algorithm", "settings", "num_updates"),
     [
-        ("a2c", {"gae_lambda": 0.9}, 55),
+        pytest.param("a2c", {"gae_lambda": 0.9}, 55, marks=pytest.mark.nightly),
         ("a2c", {"gae_lambda": 1.0, "normalize_adv": False, "critic_warmup_updates": 5}, 70),
         ("ppo", {"gae_lambda": 0.9, "ppo_epochs": 3, "ppo_minibatches": 2}, 25),
     ],

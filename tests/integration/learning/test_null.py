@@ -21,7 +21,7 @@ from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, Opponent, PlayerTrajectory, Step
 
-ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo", "rloo"]
+ALGORITHMS = ["reinforce", "ppo", "rloo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("a2c", "grpo"))]
 ENV, GROUP_SIZE, GAMES = "Nim-v0-train", 8, 64
 MODEL = ModelRef(uid="current", kind="checkpoint", adapter_version=0)
 AGENTS = tuple(

@@ -223,10 +223,12 @@ def test_bound_is_a_quarter_of_the_smallest_distance_without_learning():
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds"),
-    [("bandit", SEEDS[:1]), *(pytest.param(name, SEEDS, marks=pytest.mark.nightly) for name in GAMES)],
+    ("algorithm", "name", "seeds"),
+    [
+        *((algorithm, "bandit", SEEDS[:1]) for algorithm in ("reinforce", "ppo", "rloo")),
+        *(pytest.param(*each, SEEDS, marks=pytest.mark.nightly) for each in product(LEARNERS, GAMES)),
+    ],
 )
-@pytest.mark.parametrize("algorithm", LEARNERS)
 def test_every_seed_comes_within_the_bound_of_the_optimum(base_models, algorithm, name, seeds):
     distances = [distance(base_models, algorithm, name, seed) for seed in seeds]
     assert max(distances) <= BOUND, distances

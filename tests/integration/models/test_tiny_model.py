@@ -46,9 +46,6 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
 
 
-TOKENIZER = AutoTokenizer.from_pretrained(WEIGHTS)  # hypothesis cannot use a fixture
-
-
 def test_model_is_a_stock_qwen3_of_one_to_two_million_parameters(model: Any) -> None:
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 2_000_000
@@ -77,9 +74,9 @@ def test_generation_stops_at_the_end_of_a_turn(model: Any, tokenizer: Any) -> No
 
 @settings(deadline=None, max_examples=300)
 @given(st.text())
-def test_any_text_survives_encoding(text: str) -> None:
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    assert TOKENIZER.decode(ids) == text
+def test_any_text_survives_encoding(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
 
 
 def test_whole_transcripts_survive_encoding(tokenizer: Any) -> None:

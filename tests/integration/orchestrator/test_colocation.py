@@ -76,11 +76,15 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
 
 
 async def test_requests_to_a_sleeping_engine_wait_and_other_engines_serve(shared: Shared) -> None:
+    playing = [asyncio.create_task(shared.pool.generate(f"game {number}", 0)) for number in range(20)]
     async with shared.turns.learner():
         directly = asyncio.create_task(shared.engine.generate("hello", 0))
         loading = asyncio.create_task(shared.engine.load_adapter(1, Path("/nowhere")))
-        for _ in range(5):
-            assert (await shared.pool.generate("hello", 0)).adapter_version == 0
+        await asyncio.gather(*playing)
+        before = shared.pool.generated_tokens
+        for number in range(20):
+            await asyncio.wait_for(shared.pool.generate(f"game {number}", 0), 10)
+        assert shared.pool.generated_tokens > before
         done, _ = await asyncio.wait({directly, loading}, timeout=0.3)
         assert not done
         assert shared.engine.channel.num_pending == 0
@@ -89,6 +93,8 @@ async def test_requests_to_a_sleeping_engine_wait_and_other_engines_serve(shared
     assert (await directly).adapter_version == 0
     with pytest.raises(RequestError, match="adapter_config"):
         await loading
+    async with Colocation([], shared.turns.restore).learner():  # no engine shares the device
+        assert (await shared.engine.generate("hello", 0)).adapter_version == 0
 
 
 async def test_dead_engine_restarts_only_after_the_learner_turn(shared: Shared) -> None:
@@ -119,17 +125,6 @@ async def test_learner_waits_for_a_restarting_engine(shared: Shared) -> None:
         supervised.cancel()
 
 
-async def test_other_engines_generate_while_the_first_sleeps(shared: Shared) -> None:
-    playing = [asyncio.create_task(shared.pool.generate(f"game {number}", 0)) for number in range(20)]
-    async with shared.turns.learner():
-        before = shared.pool.generated_tokens
-        await asyncio.gather(*playing)
-        for number in range(20):
-            await asyncio.wait_for(shared.pool.generate(f"game {number}", 0), 10)
-        assert shared.pool.generated_tokens > before
-        assert shared.engine.channel.num_pending == 0
-
-
 @pytest.mark.parametrize("is_other_up", [True, False])
 async def test_clock_stops_only_if_no_engine_is_up(shared: Shared, is_other_up: bool) -> None:
     stopped: list[bool] = []
@@ -148,8 +143,3 @@ async def test_clock_stops_only_if_no_engine_is_up(shared: Shared, is_other_up: 
     turns = Colocation(shared.turns.engines, shared.turns.load_adapters, [other], learning=clock_stopped)
     async with turns.learner():
         assert bool(stopped) is not is_other_up
-
-
-async def test_nothing_waits_if_no_engine_shares_the_device(shared: Shared) -> None:
-    async with Colocation([], shared.turns.restore).learner():
-        assert (await shared.engine.generate("hello", 0)).adapter_version == 0

@@ -44,10 +44,16 @@ def config_of(directory: Path, **learner: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.nightly), "float32"])
 @pytest.mark.parametrize("is_checkpointed", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "layers", "vocab_size"), [(WIDE, 3, 400), (DEEP, 8, 400), (DEEP, 2, 30_000)], ids=["wide", "deep", "head"]
+    ("dtype", "shape", "layers", "vocab_size"),
+    [
+        pytest.param("float32", WIDE, 3, 400, id="wide"),
+        pytest.param("float32", DEEP, 8, 400, id="deep"),
+        pytest.param("float32", DEEP, 2, 30_000, id="head"),
+        pytest.param("bfloat16", WIDE, 3, 400, id="wide in 16 bits", marks=pytest.mark.nightly),
+        pytest.param("bfloat16", DEEP, 2, 30_000, id="head in 16 bits", marks=pytest.mark.nightly),
+    ],
 )
 def test_computed_memory_of_an_update_matches_the_allocated(
     tmp_path: Path,

@@ -57,7 +57,8 @@ def problems_of(path: Path, *overrides: str) -> str:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the directory and the output of a warm start."""
     directory = tmp_path_factory.mktemp("warm")
-    code, out, err = runs.run("sft", write(directory))
+    with mock.patch.dict(os.environ):  # of which a training removes the keys
+        code, out, err = runs.invoke("sft", write(directory))
     assert (code, err) == (0, ""), out + err
     return directory, out
 
@@ -100,7 +101,7 @@ def test_existing_output_is_not_overwritten(warm: tuple[Path, str]) -> None:
 def test_base_and_adapter_play_and_collect_only_trains_nothing(warm: tuple[Path, str], tmp_path: Path) -> None:
     adapter = f"adapter:{warm[0] / 'warm'}"
     players = (f'sft.players=["base", "{adapter}", "scripted:random"]', f'sft.imitate=["base", "{adapter}"]')
-    out = runs.output_of(runs.run("sft", write(tmp_path), *players, "sft.pairs=20", "--collect-only"))
+    out = runs.output_of(runs.invoke("sft", write(tmp_path), *players, "sft.pairs=20", "--collect-only"))
     pairs = [json.loads(line) for line in (tmp_path / "warm" / "pairs.jsonl").read_text().splitlines()]
     assert len(pairs) == 20 and {pair["player"] for pair in pairs} == {"base", adapter}
     assert not (tmp_path / "warm" / "adapter_config.json").exists()
