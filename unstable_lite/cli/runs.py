@@ -85,10 +85,10 @@ def push(
 ) -> None:
     """Publish a checkpoint on the Hugging Face hub: adapter or merged model, with a model card."""
     with errors_as_messages(debug):
-        from unstable_lite.sharing.publishing import plan_publication, upload, write_folder
+        from unstable_lite.sharing.publishing import Publication
 
         say = functools.partial(console().print, soft_wrap=True)
-        publication = plan_publication(
+        publication = Publication(
             run_directory,
             repository,
             checkpoint,
@@ -99,9 +99,9 @@ def push(
             with_options=with_options,
         )
         if dry_run is not None:
-            write_folder(publication, dry_run)
+            publication.write(dry_run)
             say(f"{dry_run}: {', '.join(sorted(file.name for file in dry_run.iterdir()))}")
         else:
             asked = not yes and sys.stdin.isatty()
             may_publish = functools.partial(typer.confirm, f"Publish this as {repository}?")
-            say(upload(publication, private, say, may_publish if asked else lambda: True))
+            say(publication.upload(private, say, may_publish if asked else lambda: True))

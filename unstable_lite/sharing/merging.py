@@ -12,7 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.adapters.peft_files import read_adapter
+from unstable_lite.config import Config
 from unstable_lite.errors import ModelError
 from unstable_lite.models import model_errors, resolve_model
 from unstable_lite.models.loading import EVENT, load_model
@@ -22,11 +24,12 @@ EXACT = 1e-3
 PROBE = "You play a game. Think it through step by step first. Then write the move you choose inside \\boxed{}."
 
 
-def write_merged(adapter: Path, model_name: str, trust_remote_code: bool, directory: Path) -> float:
+def write_merged(adapter: FrozenAdapter, settings: Config, directory: Path) -> float:
     """Write the merged model, with its tokenizer, in the base's own type; return the largest |Δ log p| by rounding.
 
     Raises ModelError if the base cannot be loaded, does not fit the adapter, or does not keep its answers.
     """
+    model_name, trust_remote_code = settings.model_name, settings.trust_remote_code
     path = resolve_model(model_name)
     advice = "download it, or push the adapter without --merge"
     with model_errors(model_name, EVENT, advice):
@@ -37,34 +40,29 @@ def write_merged(adapter: Path, model_name: str, trust_remote_code: bool, direct
     ids_BT = torch.tensor([tokenizer.encode(PROBE)])
     expected = _logprobs(adapted, ids_BT)
     merged = adapted.merge_and_unload()
-    if not (gap := _gap(expected, _logprobs(merged, ids_BT))) <= EXACT:
+    if not (gap := float((_logprobs(merged, ids_BT) - expected).abs().max())) <= EXACT:
         raise ModelError(
-            f"{adapter}: merged into {model_name}, a log-probability differs by {gap:.2g} not at most {EXACT:g}; "
+            f"{adapter.path}: merged into {model_name}, a log-probability differs by {gap:.2g} not at most {EXACT:g}; "
             "push the adapter without --merge"
         )
     merged.to(config.dtype or torch.float32)
-    rounded = _gap(expected, _logprobs(merged, ids_BT))
+    rounded = _logprobs(merged, ids_BT)
     merged.config._name_or_path = ""  # else the base's place on this machine
     merged.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return rounded
+    return float((rounded - expected).abs().max())
 
 
-def _adapted(base: transformers.PreTrainedModel, adapter: Path, model_name: str) -> peft.PeftModel:
-    tensors, stored, _ = read_adapter(adapter)
-    lora = peft.LoraConfig(
-        r=stored["r"],
-        lora_alpha=stored["lora_alpha"],
-        use_rslora=bool(stored.get("use_rslora")),
-        target_modules=sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}),
-    )
+def _adapted(base: transformers.PreTrainedModel, adapter: FrozenAdapter, model_name: str) -> peft.PeftModel:
+    tensors, stored, _ = read_adapter(adapter.path)
+    scale = {"r": adapter.rank, "lora_alpha": stored["lora_alpha"], "use_rslora": bool(stored.get("use_rslora"))}
     try:
-        model = peft.PeftModel(base, lora)
+        model = peft.PeftModel(base, peft.LoraConfig(**scale, target_modules=sorted(adapter.sizes)))
         unknown = peft.set_peft_model_state_dict(model, tensors).unexpected_keys
+        if unknown:
+            raise ValueError(f"it has no {unknown[0]}")
     except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{adapter} does not fit the base {model_name}: {error}") from error
-    if unknown:
-        raise ModelError(f"{adapter} does not fit the base {model_name}, which has no {unknown[0]}")
+        raise ModelError(f"{adapter.path} does not fit the base {model_name}: {error}") from error
     return model
 
 
@@ -72,7 +70,3 @@ def _adapted(base: transformers.PreTrainedModel, adapter: Path, model_name: str)
 def _logprobs(model: torch.nn.Module, ids_BT: Tensor) -> Tensor:
     logits_BTV: Tensor = model(input_ids=ids_BT).logits
     return logits_BTV.float().log_softmax(-1)
-
-
-def _gap(some: Tensor, others: Tensor) -> float:
-    return float((some - others).abs().max())
