@@ -148,7 +148,7 @@ class RecordLog:
         self._compressing.submit(_compress, full)
 
 
-def to_line(record: Mapping[str, Any]) -> bytes:
+def to_line(record: Mapping[str, Any] | msgspec.Struct) -> bytes:
     """Return the record as a line of JSON; a number that is not finite becomes null, because JSON has none."""
     try:
         return _ENCODER.encode(record) + b"\n"

@@ -56,7 +56,7 @@ async def endpoint_games(
     async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
         for seed in range(num_games):
             record = new_record(make_spec(*models, game_idx=seed, seed=seed, **env))
-            await run_game(record, make_in_process(record.spec), seats.players(record.spec), max_action_chars=100)
+            await run_game(record, make_in_process(record.spec), seats.players(record.spec))
             assert record.end in ("natural", "invalid")
             records.append(record)
         return records, seats.metrics()

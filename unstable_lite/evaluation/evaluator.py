@@ -29,6 +29,7 @@ from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason, log_file
 from unstable_lite.orchestrator.workers import Workers, started_engines, while_alive
+from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.trust import run_config
 from unstable_lite.rollout.collector import play_all
 from unstable_lite.rollout.run_game import GameRunner, new_record, run_game
@@ -128,19 +129,22 @@ class LoadedAdapters:
 
 
 async def with_engines(
-    evaluation: EvaluationPlan,
+    plan: Plan,
+    run: Path | None,
     logs: Path,
     say: Callable[[str], None],
     work: Callable[[PlayerFactory, LoadedAdapters], Awaitable[T]],
     is_restart: bool = False,
 ) -> T:
-    """Return the result of `work` while the engines are alive.
+    """Return the result of `work` while the engines are alive; without engines, only other players can play.
 
-    `is_restart`: whether an earlier call played some of the games. Raises WorkerDied, and the errors of `work`.
+    run: directory of the run that prompts are as in. is_restart: whether an earlier call played some of the games.
+    Raises WorkerDied, and the errors of `work`.
     """
-    config = evaluation.plan.config
-    async with started_engines(evaluation.plan, logs, say, is_restart) as workers:
-        templates = templates_for(config, recorded_prompts(config, workers.prompts, evaluation.run))
+    config = plan.config
+    async with started_engines(plan, logs, say, is_restart) as workers:
+        prompts = recorded_prompts(config, workers.prompts, run)
+        templates = templates_for(config, prompts) if plan.engine_devices else {}
         thinking = thinking_budget(config.engine, workers.info)
         generate = workers.engines.generate
         async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:
@@ -168,7 +172,7 @@ async def _play_all(
 
     is_restart = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
     async with opened_env_pool(logs, config.env_timeout_s) as environments:
-        await with_engines(evaluation, logs, say, play_rounds, is_restart)
+        await with_engines(evaluation.plan, evaluation.run, logs, say, play_rounds, is_restart)
 
 
 class _Shown:
@@ -261,7 +265,7 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
     with tempfile.TemporaryDirectory() as logs, cancelled_by_signals():
         async with opened_env_pool(Path(logs), config.env_timeout_s) as environments:
             console.print("loading …", style="dim")
-            return await with_engines(evaluation, Path(logs), say, play_one)
+            return await with_engines(evaluation.plan, evaluation.run, Path(logs), say, play_one)
 
 
 def _show_end(record: GameRecord, names: Mapping[int, str], console: Console) -> None:

@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -312,7 +312,7 @@ async def probe_by_samples(
         return probes
 
     try:
-        return await with_engines(replace(evaluation, cells=tuple(cells)), logs, say, probe_all)
+        return await with_engines(evaluation.plan, evaluation.run, logs, say, probe_all)
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
 

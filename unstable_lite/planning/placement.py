@@ -273,16 +273,17 @@ class Placement:
         return min(rooms)
 
 
-def place(config: Config) -> Placement:
+def place(config: Config, has_engines: bool = True) -> Placement:
     """Return the devices of engines and learner. Raises ConfigError for devices that this machine does not have."""
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
+        devices: Devices = engine.urls
         _, learner_devices = resolve_devices(("cpu",), learner.devices)
-        return Placement(config=config, engine_devices=engine.urls, learner_devices=learner_devices)
-    devices, learner_devices = resolve_devices(engine.devices, learner.devices)
-    if engine.devices == "auto" and (left_over := len(devices) % engine.tensor_parallel):
-        devices = devices[:-left_over] or devices
-    return Placement(config=config, engine_devices=devices, learner_devices=learner_devices)
+    else:
+        devices, learner_devices = resolve_devices(engine.devices, learner.devices)
+        if engine.devices == "auto" and (left_over := len(devices) % engine.tensor_parallel):
+            devices = devices[:-left_over] or devices
+    return Placement(config=config, engine_devices=devices if has_engines else (), learner_devices=learner_devices)
 
 
 def memory_bytes(device: int | str) -> int | None:

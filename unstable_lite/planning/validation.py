@@ -31,7 +31,7 @@ from unstable_lite.models.files import check_chat_template, file_problems
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.envs import context_problems, exact_envs, question_problems
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import Placement, machine_problems, place
+from unstable_lite.planning.placement import machine_problems, place
 from unstable_lite.planning.rules import engine_rules, run_rules, worker_rules
 from unstable_lite.plugins import suggestion
 
@@ -81,12 +81,9 @@ def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
     if problems:
         return problems
     try:
-        placed = place(config)
+        return list(machine_problems(place(config, has_engines)))
     except ConfigError as error:
         return list(error.problems)
-    if not has_engines:
-        placed = Placement(config=config, engine_devices=(), learner_devices=placed.learner_devices)
-    return list(machine_problems(placed))
 
 
 def find_engine_problems(config: Config, has_learner: bool = False) -> list[str]:

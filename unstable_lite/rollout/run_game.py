@@ -36,6 +36,7 @@ from unstable_lite.games.players.scripted import ScriptedPlayer
 from unstable_lite.league.ratings import team_scores
 from unstable_lite.rng import derive_seed, digest_of
 from unstable_lite.types import (
+    BUDGET_SPENT,
     CONTEXT_FULL,
     ENV_LOST,
     ENV_RAISED,
@@ -75,18 +76,13 @@ def new_record(spec: GameSpec) -> GameRecord:
     return GameRecord(spec=spec, turns=[], trajectories=trajectories, rewards={}, outcomes={}, end="void")
 
 
-async def run_game(
-    record: GameRecord,
-    environment: GameEnvironment,
-    players: Mapping[int, Player],
-    max_action_chars: int = MAX_ACTION_CHARS,
-) -> None:
+async def run_game(record: GameRecord, environment: GameEnvironment, players: Mapping[int, Player]) -> None:
     """Play `record.spec` and fill in `record`; if this raises, the record keeps the turns so far and stays void.
 
     Raises EnvRaised after it has filled in the record of a game that an exception of the env's `step` ended.
     """
     spec, started = record.spec, time.monotonic()
-    turn: Asked | None = await _first_turn(record, environment, players, max_action_chars)
+    turn: Asked | None = await _first_turn(record, environment, players)
     raised: EnvRaised | None = None
     offender: int | None = None  # whose invalid move ended the game without a result of the env
     while turn is not None and len(record.turns) < spec.max_turns:
@@ -104,7 +100,7 @@ async def run_game(
             break
         if not isinstance(reply, Reply) or not isinstance(reply.action, str):
             raise ConfigError(f"{type(players[pid]).__name__}.act must return a Reply; it returned {reply!r:.200}")
-        action = reply.action[:max_action_chars]
+        action = reply.action[:MAX_ACTION_CHARS]
         _add_turn(record, turn, reply, action, time.monotonic() - asked)
         try:
             turn = await environment.advance(action)
@@ -147,9 +143,7 @@ def _add_turn(record: GameRecord, asked: Asked, reply: Reply, action: str, secon
     record.turns.append(turn)
 
 
-async def _first_turn(
-    record: GameRecord, environment: GameEnvironment, players: Mapping[int, Player], max_action_chars: int
-) -> Asked:
+async def _first_turn(record: GameRecord, environment: GameEnvironment, players: Mapping[int, Player]) -> Asked:
     """Return who acts first, after a repetition of the seed and the actions before `record.spec.start`, if it is set.
 
     Scripted players and custom classes may remember their turns, so they take them again; engines and endpoints do not.
@@ -163,7 +157,7 @@ async def _first_turn(
         pid, observation = _as_before(turn, past, record.spec.env_id, number)
         model = record.spec.agent_specs[pid].model
         if model.adapter_version is None and not is_remote(model):
-            action = (await players[pid].act(observation)).action[:max_action_chars]
+            action = (await players[pid].act(observation)).action[:MAX_ACTION_CHARS]
             if action != past.action:
                 raise EnvError(
                     f"branching: {model.name} played {past.action!r:.100} in turn {number} and, with the same seed, "
@@ -292,9 +286,12 @@ def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
 
 
 class GameRunner:
-    def __init__(self, seats: PlayerFactory, config: RunConfig, environments: EnvPool | None = None) -> None:
-        """Create a runner. Without `environments`, every env runs in this process."""
+    def __init__(
+        self, seats: PlayerFactory, config: RunConfig, environments: EnvPool | None = None, needs_all: bool = False
+    ) -> None:
+        """Create a runner. needs_all: whether a game that fails because of an opponent counts as a failure of its env."""
         self._seats = seats
+        self._needs_all = needs_all
         self._config = config
         self._environments = environments
         self._failures_in_a_row: Counter[str] = Counter()
@@ -380,7 +377,8 @@ class GameRunner:
         if record.end == "void" or not isinstance(error, EnvRaised):
             record.end, record.error, reason = "void", described(error), reason_of(error)
             record.reason = EnvError.reason if reason == ENV_RAISED else reason  # at a turn of an earlier game
-        if record.reason == ENV_LOST or (isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG):
+        is_opponents = isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG
+        if record.reason in (ENV_LOST, BUDGET_SPENT) or (is_opponents and not self._needs_all):
             log.warning("void game %d of %s: %s", spec.game_idx, env_id, record.error)
             return  # no reason to end the run
         actions = [(turn.pid, turn.action) for turn in record.turns]
@@ -390,7 +388,7 @@ class GameRunner:
             return
         self._failures_in_a_row[env_id] += 1
         if (failures := self._failures_in_a_row[env_id]) >= MAX_VOID_GAMES:
-            remedy = "Correct that line" if users_frame(error) else "Remove the env from the config"
+            remedy = "Correct that line" if users_frame(error) else "Name other players, or leave out the env"
             raise EnvError(
                 f"{failures} games of {env_id} in a row failed, the last one with {record.error} (seed {spec.seed}, "
                 f"actions {actions}). {remedy}, or see logs/orchestrator.log for the tracebacks."

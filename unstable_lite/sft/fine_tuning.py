@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
+from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import RequestError
 from unstable_lite.games.answers import find_extraction, written_answer
 from unstable_lite.games.templates import chats_in_use, templates_for
@@ -35,18 +37,16 @@ T = TypeVar("T")
 class FineTuner:
     """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
-    def __init__(self, config: Config, device: str, show: Callable[[int, int, float], None] = lambda *_: None) -> None:
-        """Load the model. `show`: receives number, total and loss of each update."""
+    def __init__(self, config: Config, device: str) -> None:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        constant = {"learning_rate_schedule": "constant", "learning_rate_warmup": 0}
-        learner = config.learner.model_copy(update={"learning_rate": config.sft.learning_rate, **constant})
-        self._training = Training(config.model_copy(update={"learner": learner}), device)
+        rate = {"learning_rate": config.sft.learning_rate, "learning_rate_schedule": "constant"}
+        learner = config.learner.model_copy(update={**rate, "learning_rate_warmup": 0})
+        self._config, self._training = config, Training(config.model_copy(update={"learner": learner}), device)
         self.policy = self._training.policy
         self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
-        self._config, self._show = config, show
 
-    def fine_tune(self, pairs: Sequence[Pair]) -> tuple[dict[str, float], Counter[str]]:
+    def fine_tune(self, pairs: Sequence[Pair], progress: TerminalInterface) -> tuple[dict[str, float], Counter[str]]:
         """Train on `pairs` and write the adapter into `sft.output`.
 
         Return metrics, and the number of pairs that were not trained on, by reason. Raises RequestError if no pair can
@@ -57,19 +57,14 @@ class FineTuner:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             raise RequestError(f"none of the pairs in {output / PAIRS} can be trained on: {reasons}")
         train, held_out = self.split(items)
-        before, losses, after = self.agreement(held_out), self.train(train), self.agreement(held_out)
+        before, losses = self.agreement(held_out, "before"), self.train(train, progress)
+        metrics = before | self.agreement(held_out, "after")
+        metrics |= {"num_trained": float(len(train)), "num_held_out": float(len(held_out))}
+        metrics |= {"train_loss_first_epoch": losses[0], "train_loss_last_epoch": losses[-1]}
         try:
             peft_files.write_files(output, *self.policy.adapter_state())
         except OSError as error:
             raise RequestError(peft_files.explain(error, output, self.policy.adapter_bytes)) from error
-        metrics = {
-            "num_trained": float(len(train)),
-            "num_held_out": float(len(held_out)),
-            **{f"{name}_before": value for name, value in before.items()},
-            "train_loss_first_epoch": losses[0],
-            "train_loss_last_epoch": losses[-1],
-            **{f"{name}_after": value for name, value in after.items()},
-        }
         return metrics, left_out
 
     def tokenise(self, pairs: Sequence[Pair]) -> tuple[list[TrainItem], Counter[str]]:
@@ -81,8 +76,7 @@ class FineTuner:
         max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
         first, *_ = self._config.train_envs
         envs = {env.env_id: env for env in reversed(self._config.train_envs)}
-        items: list[TrainItem] = []
-        left_out: Counter[str] = Counter()
+        items, left_out = list[TrainItem](), Counter[str]()
         for pair in pairs:
             env = envs.get(pair.env_id, first)
             template = self._templates[env.prompt_template]
@@ -115,20 +109,20 @@ class FineTuner:
             side += group
         return trained, held_out
 
-    def train(self, items: Sequence[TrainItem]) -> list[float]:
+    def train(self, items: Sequence[TrainItem], progress: TerminalInterface) -> list[float]:
         """Make `sft.epochs` passes over `items`, and return the mean loss per token of each.
 
         Raises RequestError if the loss or the gradient is not finite.
         """
         sft, number, losses = self._config.sft, 0, []
-        total = sft.epochs * math.ceil(len(items) / sft.batch_size)
+        progress.start(total := sft.epochs * math.ceil(len(items) / sft.batch_size))
         for epoch in range(sft.epochs):
             order, summed_loss = self._shuffled(items, f"epoch {epoch}"), 0.0
             for start in range(0, len(order), sft.batch_size):
                 batch, number = order[start : start + sft.batch_size], number + 1
                 loss = self._update(batch, number)
                 summed_loss += loss * _num_trained(batch)
-                self._show(number, total, loss)
+                progress.show_update(number, total, f"loss {loss:.4f}")
             losses.append(summed_loss / _num_trained(items))
         return losses
 
@@ -145,23 +139,23 @@ class FineTuner:
         return update.loss
 
     @torch.no_grad()
-    def agreement(self, items: Sequence[TrainItem]) -> dict[str, float]:
-        """Return how far the policy agrees with pairs; empty without one.
+    def agreement(self, items: Sequence[TrainItem], when: str) -> dict[str, float]:
+        """Return how far the policy agrees with pairs, under names that end with `when`; empty without a pair.
 
         loss: negative log-likelihood per token, at the run's temperature. token_accuracy: share of tokens that are the
         most likely ones. accuracy: share of pairs that greedy decoding would reproduce.
         """
-        if not items:
-            return {}
-        loss, num_hits, num_right, num_tokens = 0.0, 0.0, 0.0, _num_trained(items)
+        hits = [torch.empty(0)] * len(items)
         with self.policy.evaluating():
             for batch in self.policy.micro_batches(items):
-                is_hit_N = self.policy.is_most_likely(batch)
-                misses_I = torch.bincount(batch.item_N[~is_hit_N], minlength=len(batch.rows))
-                loss -= self.policy.logprobs(batch)[0].sum().item()
-                num_hits += is_hit_N.sum().item()
-                num_right += (misses_I == 0).sum().item()
-        return {"loss": loss / num_tokens, "token_accuracy": num_hits / num_tokens, "accuracy": num_right / len(items)}
+                batch.scatter(self.policy.is_most_likely(batch).double().cpu(), hits)
+        if not items:
+            return {}
+        return {
+            f"loss_{when}": -torch.cat(self.policy.item_logprobs(items)).double().mean().item(),
+            f"token_accuracy_{when}": torch.cat(hits).mean().item(),
+            f"accuracy_{when}": fmean(is_hit.min().item() for is_hit in hits),
+        }
 
     def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:
         seed = derive_seed(self._config.run.seed, "sft", purpose)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
+from rich.console import Console
 
 from examples.make_tiny_model import END
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
+from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.engines.base import Engine, load_engine
 from unstable_lite.errors import RequestError
 from unstable_lite.games.players.factory import PlayerFactory
@@ -25,9 +28,10 @@ from unstable_lite.sft.pairs import Pair
 from unstable_lite.sft.session import collect_pairs
 from unstable_lite.transport.messages import Generate
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import Generation
+from unstable_lite.types import Generation, ModelRef
 
 MakeConfig = Callable[..., Config]
+QUIET = TerminalInterface(quiet=True)
 STOP_ID = 2
 """`<|im_end|>` of the tiny model."""
 
@@ -37,7 +41,8 @@ def pairs(make_config: MakeConfig) -> list[Pair]:
     """Return turns of random players in TicTacToe."""
     found: list[Pair] = []
     config = make_config(sft={"pairs": 60, "filter": ()})
-    asyncio.run(collect_pairs(config, PlayerFactory(no_engine), lambda of_game, _: found.extend(of_game)))
+    player = ModelRef(uid="scripted:random", kind="fixed", name="scripted:random")
+    asyncio.run(collect_pairs(config, [player], PlayerFactory(no_engine), lambda of_game, _: found.extend(of_game)))
     return found
 
 
@@ -119,9 +124,9 @@ def test_loss_covers_only_completion_and_stop_token_as_in_the_stock_model(
         num_tokens += len(completion)
         greedy = out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
         num_right += greedy == completion
-    agreement = tuner.agreement(items)
-    assert agreement["loss"] == pytest.approx(total / num_tokens, abs=1e-4)
-    assert agreement["accuracy"] == num_right / 9
+    agreement = tuner.agreement(items, "before")
+    assert agreement["loss_before"] == pytest.approx(total / num_tokens, abs=1e-4)
+    assert agreement["accuracy_before"] == num_right / 9
     loss = tuner._update(items, 1)
     assert loss == pytest.approx(total / num_tokens, abs=1e-4), "the training loss equals the measured loss"
 
@@ -132,15 +137,16 @@ def test_few_pairs_are_memorised_with_their_stop_token(
     by_prompt = {pair.observation: pair for pair in pairs}
     few = [replace(pair, completion=f"\\boxed{{[{n}]}} {n}!") for n, pair in enumerate(list(by_prompt.values())[:5])]
     config = make_config(sft={"epochs": 60, "batch_size": 5, "learning_rate": 1e-2, "holdout": 0})
-    progress: list[tuple[int, int]] = []
-    tuner = FineTuner(config, "cpu", lambda update, total, _: progress.append((update, total)))
+    console = Console(file=io.StringIO(), width=80)
+    tuner = FineTuner(config, "cpu")
     items, _ = tuner.tokenise(few)
-    before = tuner.agreement(items)
-    losses = tuner.train(items)
-    after = tuner.agreement(items)
-    assert progress == [(number, 60) for number in range(1, 61)]
-    assert before["accuracy"] == 0 and after["accuracy"] == 1
-    assert after["loss"] < losses[0] / 2
+    before = tuner.agreement(items, "before")
+    losses = tuner.train(items, TerminalInterface(console))
+    after = tuner.agreement(items, "after")
+    assert isinstance(console.file, io.StringIO)
+    assert "update 60/60" in console.file.getvalue()
+    assert before["accuracy_before"] == 0 and after["accuracy_after"] == 1
+    assert after["loss_after"] < losses[0] / 2
     peft_files.write_files(tmp_path, *tuner.policy.adapter_state())
     engine = start_engine(config)
     engine.load_adapter(1, tmp_path)
@@ -155,7 +161,7 @@ def test_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[P
         config = make_config(sft={"epochs": 1, "batch_size": 6})
         tuner = FineTuner(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), "cpu")
         items, _ = tuner.split(tuner.tokenise(pairs[:24])[0])
-        tuner.train(items)
+        tuner.train(items, QUIET)
         return list(tuner.policy.adapter_state()[0].values())
 
     first, second, other = trained(0), trained(0), trained(1)
@@ -214,4 +220,4 @@ def test_pair_is_laid_out_by_the_template_of_its_env_or_of_the_first(
 def test_non_finite_loss_ends_the_training_with_the_reason(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(sft={"learning_rate": 1e30, "batch_size": 6}), "cpu")
     with pytest.raises(RequestError, match=r"update \d+ .*sft\.learning_rate"):
-        tuner.train(tuner.tokenise(pairs)[0])
+        tuner.train(tuner.tokenise(pairs)[0], QUIET)

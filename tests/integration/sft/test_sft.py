@@ -161,7 +161,7 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent_and_training_has_n
         plan = load_sft_plan(write(tmp_path), (*players, *limits))
         console = Console(file=io.StringIO(), width=200)
         record = run_sft(plan, TerminalInterface(console), collect_only=True)
-    pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl")
+    pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl", {env.env_id for env in plan.config.train_envs})
     assert 0 < record["num_pairs"] == len(pairs) <= 20 == len(server.bodies)
     assert {(pair.player, pair.completion) for pair in pairs} == {
         ("vendor/model", "One from the first. \\boxed{[0 1]}")

@@ -66,7 +66,7 @@ def several(env_id: str, num_players: int, seed: int = 4, max_turns: int = 60) -
 
 async def played(spec: GameSpec, generate: Generates = first_legal_cell) -> GameRecord:
     record = new_record(spec)
-    await run_game(record, make_in_process(spec), PlayerFactory(generate).players(spec), max_action_chars=2000)
+    await run_game(record, make_in_process(spec), PlayerFactory(generate).players(spec))
     return record
 
 
@@ -300,8 +300,6 @@ async def test_failed_game_stays_void_and_keeps_its_turns():
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
     with pytest.raises(RuntimeError):
-        await run_game(
-            record, make_in_process(spec), PlayerFactory(saying(breaks)).players(spec), max_action_chars=2000
-        )
+        await run_game(record, make_in_process(spec), PlayerFactory(saying(breaks)).players(spec))
     assert record.end == "void"
     assert len(record.turns) == 2

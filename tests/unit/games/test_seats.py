@@ -62,7 +62,7 @@ async def test_custom_opponent_class_plays_a_game():
     record = new_record(spec)
     async with PlayerFactory(no_engine) as seats:  # type: ignore[arg-type]
         assert seats.can_play(fixed(name))
-        await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
+        await run_game(record, make_in_process(spec), seats.players(spec))
     assert record.end == "natural"
     assert record.outcomes[0] != "win"
     env_id, seed, action = record.turns[0].text.split()

@@ -8,20 +8,22 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from fakes.game_records import make_generation, make_record, make_spec
 from fakes.openai_server import chat_reply, serving
 from unstable_lite.config import Config
-from unstable_lite.config.games import OpponentsConfig, TrainEnvSpec
+from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError, EnvError, OpponentError, RequestError
+from unstable_lite.files import to_line
 from unstable_lite.games.answers import extract_boxed, written_answer
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.orchestrator.workers import while_alive
-from unstable_lite.sft.pairs import Pair, pairs_of_game, read_pairs, write_line
-from unstable_lite.sft.session import Collected, adapter_versions, collect_pairs
+from unstable_lite.sft.pairs import Pair, pairs_of_game, read_pairs
+from unstable_lite.sft.session import Collected, collect_pairs
 from unstable_lite.types import (
     ENV_LOST,
     GameRecord,
@@ -30,10 +32,7 @@ from unstable_lite.types import (
     Turn,
 )
 
-ENVS = (
-    TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny"),
-    TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="qwen3-zs"),
-)
+ENV_IDS = ("Nim-v0-train", "TicTacToe-v0-train")
 
 
 def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), badly_formed: int = -1) -> GameRecord:
@@ -116,20 +115,20 @@ def test_answer_in_every_template_is_read_as_the_action(template):
 def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path):
     pairs, _ = pairs_of_game(game("scripted:random", "b"), SftConfig(filter=()))
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(map(write_line, pairs)))
-    assert read_pairs(path) == pairs
+    path.write_bytes(b"".join(map(to_line, pairs)))
+    assert read_pairs(path, ENV_IDS) == pairs
     path.write_text(
         '{"observation": "o", "action": "[1]"}\n\n{"prompt": "p", "completion": "c", "reward": 3, "env_id": null}\n'
     )
-    assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
+    assert read_pairs(path, ENV_IDS) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
 
 
 @pytest.mark.parametrize(("completion", "read"), [("h\u2028i", "h\u2028i"), ("a\ud800", "a?")])
 def test_pair_is_one_line_of_utf8_with_any_text(tmp_path, completion, read):
     pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion=completion)
     path = tmp_path / "pairs.jsonl"
-    path.write_text(write_line(pair), encoding="utf-8")
-    assert read_pairs(path) == [replace(pair, completion=read)]
+    path.write_bytes(to_line(pair))
+    assert read_pairs(path, ENV_IDS) == [msgspec.structs.replace(pair, completion=read)]
 
 
 def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
@@ -149,7 +148,7 @@ def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
         errors="surrogateescape",
     )
     with pytest.raises(ConfigError) as caught:
-        read_pairs(path, [env.env_id for env in ENVS])
+        read_pairs(path, ENV_IDS)
     for problem, (number, says) in zip(
         caught.value.problems,
         [
@@ -169,10 +168,10 @@ def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
         assert f"{path}:{number}: " in problem and says in problem
     path.write_text("{\n" * 30)
     with pytest.raises(ConfigError, match="20 more"):
-        read_pairs(path)
+        read_pairs(path, ENV_IDS)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no pair"):
-        read_pairs(path)
+        read_pairs(path, ENV_IDS)
 
 
 def sft_config(workers: int = 8, **sft: Any) -> Config:
@@ -186,10 +185,18 @@ def sft_config(workers: int = 8, **sft: Any) -> Config:
     )
 
 
+def ref(name: str) -> ModelRef:
+    version = 0 if name == "base" else None
+    return ModelRef(uid=f"fixed-{name}", kind="fixed", name=name, adapter_version=version)
+
+
 async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
     pairs: list[Pair] = []
+    players = [ref(name) for name in given.sft.players]
     async with PlayerFactory(generate, opponents=given.opponents) as seats:
-        collected = await while_alive([], collect_pairs(given, seats, lambda of_game, _: pairs.extend(of_game)))
+        collected = await while_alive(
+            [], collect_pairs(given, players, seats, lambda of_game, _: pairs.extend(of_game))
+        )
     assert collected.pairs == len(pairs)
     return pairs, collected
 
@@ -287,8 +294,8 @@ async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path):
 
     pairs, collected = await collect(sft_config(players=("base", "scripted:random"), filter=()), say_nothing_at_times)
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(map(write_line, pairs)))
-    assert read_pairs(path) == pairs
+    path.write_bytes(b"".join(map(to_line, pairs)))
+    assert read_pairs(path, ENV_IDS) == pairs
     assert collected.left_out["an empty answer"] > 0
     assert {pair.player for pair in pairs} == {"base", "scripted:random"}
 
@@ -309,8 +316,3 @@ async def test_truncated_answer_is_never_imitated():
     assert not any(pair.completion.endswith((" length", " content_filter")) for pair in pairs)
     assert {pair.player for pair in pairs} == {"base", "vendor/model"}
     assert set(collected.left_out) == {"cut off at max_generation_len", "cut off at the endpoint's max_tokens"}
-
-
-def test_adapters_are_numbered_from_1_because_the_base_is_version_0():
-    names = ("scripted:random", "adapter:x", "base", "adapter:y", "adapter:x")
-    assert adapter_versions(names) == {"adapter:x": 1, "adapter:y": 2}
