@@ -24,13 +24,11 @@ T = TypeVar("T")
 Submit = Callable[[str, int, tuple[str, ...]], str]
 """Blocking function of (prompt, adapter version, stop strings) that returns the text of a completion."""
 
-MAX_ACTION_CHARS = 2000
-
 
 def play(spec: GameSpec, submit: Submit) -> GameRecord:
     """Play one game to its end."""
     record = new_record(spec)
-    _finished(run_game(record, make_in_process(spec), _players(spec, submit), MAX_ACTION_CHARS))
+    _finished(run_game(record, make_in_process(spec), _players(spec, submit)))
     return record
 
 

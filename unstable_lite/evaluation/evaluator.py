@@ -143,8 +143,7 @@ async def with_engines(
     """
     config = plan.config
     async with started_engines(plan, logs, say, is_restart) as workers:
-        prompts = recorded_prompts(config, workers.prompts, run)
-        templates = templates_for(config, prompts) if plan.engine_devices else {}
+        templates = templates_for(config, recorded_prompts(config, workers.prompts, run)) if plan.engine_devices else {}
         thinking = thinking_budget(config.engine, workers.info)
         generate = workers.engines.generate
         async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:

@@ -247,11 +247,9 @@ def table_rows(evaluations: Sequence[CellEvaluation]) -> list[dict[str, Any]]:
             "void": e.void,
             "remarks": "; ".join(e.remarks),
             "compared_with": first.model if gained else None,
-            "change": gained.mean if gained else None,
-            "change_low": gained.low if gained else None,
-            "change_high": gained.high if gained else None,
-            "change_seeds": gained.seeds if gained else None,
         }
+        change = (gained.mean, gained.low, gained.high, gained.seeds) if gained else (None,) * 4
+        row |= dict(zip(("change", "change_low", "change_high", "change_seeds"), change, strict=True))
         rows.append(row)
     return rows
 

@@ -225,8 +225,7 @@ class AnswerScorer:
                 "lora": config.lora.model_copy(update={"initial_lora_path": None}),
             }
         )
-        with warnings.catch_warnings():  # PEFT uses names that transformers will drop, which a user cannot change
-            warnings.simplefilter("ignore", FutureWarning)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             self._policy = Policy(config, device)
         self._answers = AnswerScores(self._policy, config)
         tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)

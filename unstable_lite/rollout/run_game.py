@@ -289,7 +289,7 @@ class GameRunner:
     def __init__(
         self, seats: PlayerFactory, config: RunConfig, environments: EnvPool | None = None, needs_all: bool = False
     ) -> None:
-        """Create a runner. needs_all: whether a game that fails because of an opponent counts as a failure of its env."""
+        """Create a runner. needs_all: whether a game that fails because of an opponent counts as one of its env."""
         self._seats = seats
         self._needs_all = needs_all
         self._config = config
