@@ -85,26 +85,21 @@ async def test_opponent_without_a_reply_ends_the_run_and_not_the_env():
         await runner.play(tictactoe(answers, POLICY))
 
 
-async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps():
-    record = await played(tictactoe(POLICY, RANDOM))
-    assert [turn.pid for turn in record.turns] == [index % 2 for index in range(len(record.turns))]
-    assert [trajectory.pid for trajectory in record.trajectories] == [0]
-    assert len(record.trajectories[0].steps) == sum(turn.pid == 0 for turn in record.turns)
-    assert record.end == "natural"
-    assert record.trajectories[0].final_reward == record.rewards[0]
-    assert record.trajectories[0].num_turns == len(record.turns)
-
-
-async def test_step_holds_the_formatted_prompt_and_the_sampled_tokens():
-    record = await played(tictactoe(POLICY, POLICY))
-    for trajectory in record.trajectories:
-        own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
-        for step, turn in zip(trajectory.steps, own_turns, strict=True):
-            assert step.obs == format_prompt("tiny", turn.observation, 2)
-            assert bytes(step.generation.prompt_ids.astype(np.uint8)).decode() == step.obs
-            assert bytes(step.generation.completion_ids.astype(np.uint8)).decode() == step.act
-            assert len(step.generation.logprobs) == len(step.generation.completion_ids)
-            assert step.generation.adapter_version == 3
+async def test_every_turn_is_kept_and_those_of_collected_seats_are_steps_with_prompt_and_tokens():
+    for opponent, collected in ((RANDOM, [0]), (POLICY, [0, 1])):
+        record = await played(tictactoe(POLICY, opponent))
+        assert [turn.pid for turn in record.turns] == [index % 2 for index in range(len(record.turns))]
+        assert ([trajectory.pid for trajectory in record.trajectories], record.end) == (collected, "natural")
+        for trajectory in record.trajectories:
+            assert trajectory.final_reward == record.rewards[trajectory.pid]
+            assert trajectory.num_turns == len(record.turns)
+            own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
+            for step, turn in zip(trajectory.steps, own_turns, strict=True):
+                assert step.obs == format_prompt("tiny", turn.observation, 2)
+                assert bytes(step.generation.prompt_ids.astype(np.uint8)).decode() == step.obs
+                assert bytes(step.generation.completion_ids.astype(np.uint8)).decode() == step.act
+                assert len(step.generation.logprobs) == len(step.generation.completion_ids)
+                assert step.generation.adapter_version == 3
 
 
 async def test_steps_know_turn_opponents_and_the_end_of_the_game():

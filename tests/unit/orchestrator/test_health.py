@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from test_alarms import evaluation as evaluation_of
 
 from fakes.game_records import RANDOM, make_record, make_spec, make_step, make_trajectory
 from unstable_lite.config import Config
@@ -20,12 +22,12 @@ from unstable_lite.files import read_part
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.rollout.buffer import StepBuffer
-from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import BranchPoint, GameEnd, GameKind, GameRecord, ModelRef, Outcome, PastTurn, Sampling, Turn
 
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
+evaluation = partial(evaluation_of, n=100)
 OLDER = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 
@@ -110,14 +112,6 @@ def game(
     trajectories = [make_trajectory(make_step(), model=POLICY)] * (is_training and end != "void")
     outcomes = {0: outcome, 1: "loss" if outcome == "win" else "win"}
     return make_record(spec, 1.0, -1.0, trajectories=trajectories, outcomes=outcomes, end=end, **made)
-
-
-def evaluation(wins: int, step: int) -> Evaluation:
-    """Return an evaluation of 100 games."""
-    tally = Tally()
-    for number in range(100):
-        tally.add("win" if number < wins else "loss", 0.0, own_invalid=False)
-    return tally.evaluation("x", f"ckpt-{step}", step, "E", "O")
 
 
 SICK = {"learner/staleness_mean": 7.0, "learner/num_tokens": 10.0}
@@ -212,10 +206,10 @@ async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(wat
 async def test_collapse_names_the_best_kept_checkpoint(watched):
     for name in ("ckpt-4", "ckpt-10", "ckpt-5-best"):  # the last is a user's copy
         (watched.directory / "checkpoints" / name).mkdir(parents=True)
-    watched.health.check_evaluation(evaluation(20, 0))
-    watched.health.check_evaluation(evaluation(90, 5))
+    watched.health.check_evaluation(evaluation(20, step=0))
+    watched.health.check_evaluation(evaluation(90, step=5))
     assert watched.health.collapsed() == []
-    watched.health.check_evaluation(evaluation(10, 10))
+    watched.health.check_evaluation(evaluation(10, step=10))
     (alarm,) = watched.tracker.alarms
     assert re.search(r"collapse: .*E .*O: ckpt-10 10\.0 %.* 100 ", alarm)
     (collapsed,) = watched.health.collapsed()
@@ -224,12 +218,12 @@ async def test_collapse_names_the_best_kept_checkpoint(watched):
     assert collapsed.endswith(f"{watched.directory / 'checkpoints' / 'ckpt-4'}")
     (watched.directory / "adapters" / "ckpt-5").mkdir(parents=True)
     assert watched.health.collapsed()[0].endswith(f"{watched.directory / 'adapters' / 'ckpt-5'}")
-    watched.health.check_evaluation(evaluation(88, 15))
+    watched.health.check_evaluation(evaluation(88, step=15))
     assert watched.health.collapsed() == []
 
 
 async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched):
-    watched.tracker.evaluations = [evaluation(90, 5), evaluation(10, 10)]
+    watched.tracker.evaluations = [evaluation(90, step=5), evaluation(10, step=10)]
     watched.health.check_evaluation(watched.tracker.evaluations[0])
     state = json.loads(json.dumps(watched.health.state_dict()))
     resumed = watched.new_guard()
@@ -237,7 +231,7 @@ async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched):
     assert watched.logged == []
     assert resumed.state_dict()["contests"]["evaluation of E against O"]["compared"] == 2
     assert "ckpt-10 10.0 %" in resumed.collapsed()[0]
-    resumed.check_evaluation(evaluation(12, 15))
+    resumed.check_evaluation(evaluation(12, step=15))
     assert watched.logged == []
     assert resumed.check_update(16, {})["alarms/collapse"] == 1
 
