@@ -34,7 +34,7 @@ def test_every_module_of_the_orchestrator_loads_without_torch():
 def test_word_lists_are_loaded_only_by_word_games():
     play = "from unstable_lite.games.environments import Environment; Environment('TicTacToe-v0-train', 2, 0).observe()"
     assert "nltk" not in _loaded_after(f"import unstable_lite.orchestrator.run\n{play}")
-    assert "nltk" in _loaded_after(f"{play}\nfrom textarena.envs.utils.word_lists import EnglishDictionary")
+    assert "nltk" in _loaded_after("from textarena.envs.utils.word_lists import EnglishDictionary")
 
 
 def test_names_of_the_reference_are_public():

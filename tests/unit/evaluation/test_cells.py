@@ -112,7 +112,7 @@ def test_cell_key_contains_how_the_cell_is_played(cell, key):
     assert astuple(read_key(cell.key)) == key
 
 
-KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
+KUHN = "openspiel:kuhn_poker"
 LIARS_DICE = "openspiel:liars_dice(dice_sides=3)"
 PIG = "openspiel:pig(winscore=20)"
 
@@ -140,7 +140,7 @@ def played(spec: GameSpec) -> tuple[list[int], list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("env_id", "names"),
     [
-        (KUHN, ("scripted:cfr", "scripted:random")), (LEDUC, ("scripted:cfr", "scripted:random")),
+        (KUHN, ("scripted:cfr", "scripted:random")), 
         (LIARS_DICE, ("scripted:cfr", "scripted:random")), (PIG, ("scripted:mcts:20", "scripted:random")),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_computed_outcomes_are_those_of_played_games(seat, rest):
     tree = flatten("openspiel:kuhn_poker")
     policy, rng, utilities = random_policy(tree, rest=rest), np.random.default_rng(1), []
     number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
-    for game_seed in range(4000):
+    for game_seed in range(2500):
         game = OpenSpielGame("openspiel:kuhn_poker", 2, game_seed)
         turn: tuple[int, str] | None = game.observe()
         while turn is not None:
