@@ -36,7 +36,7 @@ def scheduler_of(of: Config) -> GameScheduler:
 async def played(spec: GameSpec, factory: PlayerFactory) -> GameRecord:
     record = new_record(spec)
     environment = start_environment(spec.env_id, 2, spec.seed, reward_scale=spec.reward_scale)
-    await run_game(record, environment, factory.players(spec), 100)
+    await run_game(record, environment, factory.players(spec))
     return record
 
 

@@ -73,7 +73,7 @@ def played_by_ours(spec: GameSpec) -> GameRecord:
     players = {
         agent.pid: PolicyPlayer(generate, TEMPLATES["tiny"], agent, spec.num_players) for agent in spec.agent_specs
     }
-    asyncio.run(run_game(record, make_in_process(spec), players, 2000))
+    asyncio.run(run_game(record, make_in_process(spec), players))
     return record
 
 

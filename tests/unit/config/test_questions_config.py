@@ -55,11 +55,12 @@ def test_path_becomes_absolute_and_stays(tmp_path, monkeypatch):
     assert canonical_env_id("questions:/a/b.jsonl") == "questions:/a/b.jsonl"
 
 
-@pytest.mark.parametrize("text", ["questions:", "questions:a.json", "questions:.jsonl", "questions:a\n.jsonl",
-                                  "questions:a\0.jsonl", "questions:~absent-user/a.jsonl"])  # fmt: skip
-def test_id_without_a_path_is_refused(text):
+@pytest.mark.parametrize(
+    "path", ["", "a.json", ".jsonl", "a\n.jsonl", "a\0.jsonl", "a | b.jsonl", "~absent-user/a.jsonl"]
+)
+def test_id_without_a_path_is_refused(path):
     _, problems = parse_config(
-        {"train_envs": [NIM | {"num_actors": 1}], "eval_envs": [{"env_id": text, "num_players": 1}]}
+        {"train_envs": [NIM | {"num_actors": 1}], "eval_envs": [{"env_id": f"questions:{path}", "num_players": 1}]}
     )
     assert problems[0].startswith("eval_envs.0.env_id") and ("write" in problems[0] or "Write" in problems[0])
 

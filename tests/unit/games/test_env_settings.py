@@ -82,7 +82,7 @@ async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues():
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
     record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
     players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
-    await run_game(record, environment_of(record.spec, 1), players, 100)
+    await run_game(record, environment_of(record.spec, 1), players)
     assert [turn.is_invalid for turn in record.turns] == [True, False, True]
     assert (record.end, record.invalid_pids) == ("truncated", ())
 
@@ -91,7 +91,7 @@ async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end(
     env = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3, error_allowance=1, max_turns=4)
     record = new_record(new_game(env, [BASE] * 3, 0, "eval", 1))
     bids = {pid: Says(f"[Bid: {pid}, 2]", f"[Bid: {pid}, 3]") for pid in (1, 2)}
-    await run_game(record, environment_of(record.spec, 1), {0: Says("nonsense", "nonsense")} | bids, 100)
+    await run_game(record, environment_of(record.spec, 1), {0: Says("nonsense", "nonsense")} | bids)
     assert [(turn.pid, turn.is_invalid) for turn in record.turns] == [(0, True), (0, True), (1, False), (2, False)]
     assert (record.end, record.invalid_pids) == ("truncated", (0,))
 
@@ -207,7 +207,7 @@ async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowan
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=allowance, max_turns=1)
     record = new_record(new_game(env, [BASE, BASE], 0, "train", 2, trained=(0,)))
     player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)
-    await run_game(record, environment_of(record.spec, 1), {0: player}, 100)
+    await run_game(record, environment_of(record.spec, 1), {0: player})
     (step,) = record.trajectories[0].steps
     assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
 

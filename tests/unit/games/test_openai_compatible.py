@@ -252,7 +252,7 @@ async def test_game_in_which_the_model_refuses_to_move_is_lost(server, connect):
     env = EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent=MODEL)
     record = new_record(new_game(env, [AGENT.model, AGENT.model], 0, "eval", 1))
     players = {pid: OpenAICompatiblePlayer(connect(), AGENT, 2) for pid in (0, 1)}
-    await run_game(record, environment_of(env, 1), players, 1000)
+    await run_game(record, environment_of(env, 1), players)
     loser = record.turns[0].pid
     assert (record.end, record.invalid_pids, record.outcomes[loser]) == ("invalid", (loser,), "loss")
 
