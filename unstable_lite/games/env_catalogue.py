@@ -30,7 +30,7 @@ from unstable_lite.games.environments import Environment, bare_id, env_arguments
 from unstable_lite.games.local_game import hang_guard, reason_of
 from unstable_lite.games.openspiel.game import describe_games, trial_problem
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
-from unstable_lite.games.questions import is_questions, read_questions
+from unstable_lite.games.questions import QuestionGame, is_questions
 from unstable_lite.types import GameSpec, Observation
 
 SLOW_RESET_S = 0.02
@@ -44,16 +44,13 @@ DENIED = {
     "MarketEntryGame": "games run past 300 turns, and loop for ever once all players are eliminated",
     "Poker": "its rewards go up to 9, and games run past 300 turns",
     "Bandit": "it never pays its reward of 1",
-    "Countdown": "its reward is a string after an invalid move",
-    "Cryptarithm": "its reward is a string after an invalid move",
-    "Slitherlink": "its reward is a string after an invalid move",
-    "ThreeCardMonte": "its reward is a string after an invalid move",
+    **dict.fromkeys(
+        ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte"), "its reward is a string after an invalid move"
+    ),
     "LightsOut": "it raises at the first observation",
     "CharacterConclave": "it raises in the first step",
-    "SantoriniBaseFixed": "games run past 300 turns",
-    "Stratego": "games run past 300 turns",
-    "Tak": "it raises at the end of a game (TextArena 0.7.4)",
-    "Checkers": "it raises at the end of a game (TextArena 0.7.4)",
+    **dict.fromkeys(("SantoriniBaseFixed", "Stratego"), "games run past 300 turns"),
+    **dict.fromkeys(("Tak", "Checkers"), "it raises at the end of a game (TextArena 0.7.4)"),
     "Klondike": "its module has a syntax error in every version of Python",
 }
 """Env families that are broken in TextArena 0.7.4, with the reason."""
@@ -189,12 +186,10 @@ def _argument_problem(env_id: str, names: list[str]) -> str | None:
 def _questions_problem(
     env_id: str, num_players: int, observation: Observation, env_kwargs: tuple[tuple[str, Any], ...]
 ) -> str | None:
-    if num_players != 1:
-        return f"questions have one player: set num_players = 1 (it is {num_players}); in training num_actors = 1, too"
     if observation != "env" or env_kwargs:
         return "observation and env_kwargs are for TextArena's envs; leave them out"
     try:
-        read_questions(env_id)
+        QuestionGame(env_id, num_players, 0)
     except ConfigError as error:
         return "; ".join(error.problems)
     return None

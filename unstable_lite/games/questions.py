@@ -180,7 +180,8 @@ class QuestionGame(LocalGame):
         Raises ConfigError for a file that cannot be used, or another number of players.
         """
         if num_players != 1:
-            raise ConfigError(f"a question has one player, not num_players = {num_players}")
+            advice = "set num_players = 1, and in training num_actors = 1, too"
+            raise ConfigError(f"questions have one player, not num_players = {num_players}: {advice}")
         questions = read_questions(env_id).items
         self.env_id = env_id
         self._asked = questions[question_number(seed) % len(questions)]
