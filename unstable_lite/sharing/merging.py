@@ -14,7 +14,6 @@ from torch import Tensor
 
 from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.adapters.peft_files import read_adapter
-from unstable_lite.config import Config
 from unstable_lite.errors import ModelError
 from unstable_lite.models import model_errors, resolve_model
 from unstable_lite.models.loading import EVENT, load_model
@@ -24,12 +23,11 @@ EXACT = 1e-3
 PROBE = "You play a game. Think it through step by step first. Then write the move you choose inside \\boxed{}."
 
 
-def write_merged(adapter: FrozenAdapter, settings: Config, directory: Path) -> float:
+def write_merged(adapter: FrozenAdapter, model_name: str, trust_remote_code: bool, directory: Path) -> float:
     """Write the merged model, with its tokenizer, in the base's own type; return the largest |Δ log p| by rounding.
 
     Raises ModelError if the base cannot be loaded, does not fit the adapter, or does not keep its answers.
     """
-    model_name, trust_remote_code = settings.model_name, settings.trust_remote_code
     path = resolve_model(model_name)
     advice = "download it, or push the adapter without --merge"
     with model_errors(model_name, EVENT, advice):

@@ -157,7 +157,7 @@ class Publication:
         if self.merges:
             from unstable_lite.sharing.merging import write_merged  # loads torch
 
-            return write_merged(self.adapter, self.config, directory)
+            return write_merged(self.adapter, self.config.model_name, self.config.trust_remote_code, directory)
         shutil.copyfile(self.adapter.path / WEIGHTS, directory / WEIGHTS)
         stored = read_json(self.adapter.path / ADAPTER_CONFIG) | {"base_model_name_or_path": self.base}
         (directory / ADAPTER_CONFIG).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
