@@ -185,7 +185,7 @@ def _report_padding(report: Report, seed: int) -> None:
             150 + 40 * rng.integers(0, 12, num_items) + rng.lognormal(np.log(median), 0.8, num_items).clip(1, 4096)
         )
         items = [_item(np.zeros(int(n) - 1, np.int32), np.zeros(1, np.int32)) for n in lengths]
-        batches = batching.make_micro_batches(items, limit, None)
+        batches = batching.make_micro_batches(items, limit, None, layout="rows")
         share = sum(batch.num_padding for batch in batches) / sum(batch.tokens_BT.numel() for batch in batches)
         report.add_figure(
             f"share of padding, {num_items} steps, answers of about {median} tokens",

@@ -1,6 +1,7 @@
 """A tiny random model, so that these tests do not depend on the shipped one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fakes.game_records import make_item
 from fakes.random_models import make_tokenizer
 from unstable_lite.config import Config
 from unstable_lite.learner import load_learner, worker
@@ -124,3 +126,17 @@ def update_and_save(one: worker._Worker, message: Update) -> Message:
     if isinstance(updated, Updated) and updated.skipped is None:
         save("state")
     return updated
+
+
+def turns_of_games(num_games: int) -> list[TrainItem]:
+    """Return steps whose prompts grow by the turn and begin alike in all games."""
+    rng, items = np.random.default_rng(0), []
+    for game in range(num_games):
+        read = list(range(20))
+        for _ in range(5):
+            read = [*read, *rng.integers(0, 300, 9).tolist()]
+            items.append(
+                make_item(read, rng.integers(0, 300, 4), reward=rng.normal(), adapter_version=0, trajectory=game)
+            )
+            read = [*read, *items[-1].completion_ids.tolist()]
+    return items + [replace(item, reward=-2.0 * item.reward) for item in items[::3]]

@@ -66,6 +66,20 @@ def make_multimodal(directory: Path) -> Path:
     return directory
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+STOCK_MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}),
+    ("Llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    ("Qwen2", {"head_dim": 16}),  # has biases on queries, keys and values
+    ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
+    ("GPTNeoX", {}),
+    ("Granite", {"logits_scaling": 4.0}),  # has the modules of Llama, but computes something else
+    ("Gemma", {}),
+    ("Olmo2", {}),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+    ("Afmoe", {**EXPERTS, "num_dense_layers": 1}),  # passes the mask of its attention by keyword
+]
+"""Architectures that every part serves, with what is unusual in them."""
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,

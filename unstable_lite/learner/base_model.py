@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import peft
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from unstable_lite.config.training import LoraConfig, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
+from unstable_lite.learner import forest
 from unstable_lite.models import model_errors
 from unstable_lite.models.loading import EVENT, load_model, text_part
 
@@ -63,8 +61,7 @@ def load_base(
             # Straight to the GPU; PEFT would take a CPU in such a map for offloaded layers.
             device_map={"": device} if device.type == "cuda" else None,
         )
-    if device.type == "cpu" and dtype == torch.bfloat16 and base.config._attn_implementation == "sdpa":
-        base.set_attn_implementation(_FLOAT32_ATTENTION)
+    forest.attend(base)
     return base.to(device)  # type: ignore[no-any-return]
 
 
@@ -83,20 +80,6 @@ def use_liger(base: transformers.PreTrainedModel) -> None:
         )
     # The policy computes its own logits and losses.
     _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-def _sdpa_in_float32(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Compute attention in float32 on CPUs, where its backward pass in bfloat16 takes five times as long."""
-    with torch.autocast(query.device.type, enabled=False):
-        output, weights = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
-    return output.to(query.dtype), weights
-
-
-_FLOAT32_ATTENTION = "unstable_lite_sdpa_float32"
-transformers.AttentionInterface.register(_FLOAT32_ATTENTION, _sdpa_in_float32)
-transformers.AttentionMaskInterface.register(_FLOAT32_ATTENTION, sdpa_mask)
 
 
 def add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -> peft.PeftModel:

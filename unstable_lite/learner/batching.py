@@ -1,18 +1,19 @@
-"""Turn steps into padded micro-batches.
+"""Turn steps into micro-batches: forests of prefix trees, or padded rows.
 
 Decides which tokens are trained: those of the completion with its stop token, and no others: ids that were forced into
 it (`types.Forced`) are read like a prompt. Each trained token is listed with the position that predicts it, so that
-padding and prompts cannot be trained by accident. Items of the same tokens, which small games repeat, share a row, so
-that the model computes them once. Knows nothing of models, losses or the meaning of rewards. `N` counts a micro-batch's
-trained tokens, `U` those of its rows.
+padding and prompts cannot be trained by accident. The prompts of a game begin alike, and small games repeat whole
+items; in a forest the model computes a common prefix once. Knows nothing of models, losses or the meaning of rewards.
+`S` counts sequences, `N` a micro-batch's trained tokens, `U` the different ones among them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,24 +21,36 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import RequestError
+from unstable_lite.learner.forest import Forest
 from unstable_lite.reward_transformations.transforms import weight_problem
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
+IntArray = npt.NDArray[np.int64]
 ROUNDING = 1e-6
 """Largest advantage that counts as 0, in the loss and in `zero_advantage` alike."""
 BATCH_COST = {"cpu": 128, "mps": 128, "cuda": 512}
 """Fixed cost of one more micro-batch by type of device, in tokens: each starts its own forward and backward pass."""
 
 
+Layout = Literal["forest", "rows", "separate"]
+"""Way to lay out sequences: a shared prefix once; equal sequences once; each item alone, as dropout needs it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows padded on the right. Under causal attention no token sees its right, so no mask is needed."""
+    """A forest in one row, or rows padded on the right: under causal attention no token sees what is on its right.
+
+    In a batch of prompts the one token after each prompt takes the place of the trained ones. It is not known, so the
+    tensors after `index_N`, and `target_U`, are empty.
+    """
 
     tokens_BT: Tensor
+    forest: Forest | None
+    """None for rows."""
     source_U: Tensor
-    """Position in the flattened `tokens_BT` that predicts each token; in a batch of prompts, their ends."""
+    """Position in the flattened `tokens_BT` that predicts each token."""
     target_U: Tensor
-    """Token that each of these positions predicts; empty in a batch of prompts, like the other tensors that follow."""
+    """Token that each of these positions predicts."""
     index_N: Tensor
     """Index of each trained token among the `U` tokens."""
     item_N: Tensor
@@ -52,9 +65,14 @@ class MicroBatch:
     """Version of the adapter that sampled each token."""
     num_padding: int
     num_tokens: int
-    """Number of the items' tokens; those of a shared row count for each of its items."""
+    """Number of the items' tokens; a shared one counts for each of its items."""
     rows: tuple[int, ...]
     """Indices of these items, in this order."""
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that are computed, without padding."""
+        return self.tokens_BT.numel() - self.num_padding
 
     def gather(self, per_item: Sequence[Tensor]) -> Tensor:
         """Return `N` values, from one tensor per item over its trained tokens."""
@@ -77,7 +95,9 @@ class MicroBatch:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in values.items() if isinstance(value, Tensor)
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, Tensor | Forest)
         }
         return replace(self, **moved)
 
@@ -173,127 +193,183 @@ def make_micro_batches(
     max_rows: int | None,
     share: Share = WHOLE,
     device: str = "cpu",
-    share_rows: bool = True,
+    layout: Layout = "forest",
+    of_prompts: bool = False,
 ) -> list[MicroBatch]:
-    """Return micro-batches of prompts and completions, with rows of similar length together.
+    """Return micro-batches of prompts and completions, or of prompts alone.
 
-    share_rows: whether items of the same tokens share a row; not with dropout, which differs from item to item.
+    Each has at most `max_tokens` computed tokens, padding included, and `max_rows` sequences, or is one sequence. The
+    largest comes first, so that a lack of memory shows at once.
     """
-    same: dict[Any, list[int]] = {}
+    same: dict[Any, _Sequence] = {}
     for index, item in enumerate(items):
-        same.setdefault(_tokens(item) if share_rows else index, []).append(index)
-    sequences = list(same.values())
-    groups = _groups([length(items[first]) for first, *_ in sequences], max_tokens, max_rows, share, BATCH_COST[device])
-    return [pad(items, [sequences[row] for row in rows]) for rows in groups]
+        ids = item.prompt_ids if of_prompts else whole_ids(item)
+        key = index if layout == "separate" else ids.tobytes()
+        same.setdefault(key, _Sequence(ids, [])).items.append(index)
+    is_forest = layout == "forest"
+    if is_forest:  # the order of big-endian bytes is that of the tokens
+        sequences = sorted(same.values(), key=lambda one: one.ids.astype(">u4").tobytes())
+        shared = [0, *(common_prefix(one.ids, other.ids) for one, other in itertools.pairwise(sequences))]
+        shared_S = np.array(shared[: len(sequences)], np.int64)
+    else:
+        sequences = sorted(same.values(), key=lambda one: len(one.ids), reverse=True)
+        shared_S = np.zeros(len(sequences), np.int64)
+    length_S = np.array([len(one.ids) for one in sequences], np.int64)
+    part = _part(length_S - shared_S, share)
+    sequences, length_S, shared_S = sequences[part], length_S[part], shared_S[part]
+    groups = _groups(length_S, shared_S if is_forest else None, max_tokens, max_rows, BATCH_COST[device])
+    return [lay_out(items, sequences[group], shared_S[group] if is_forest else None, of_prompts) for group in groups]
 
 
-def make_prompt_batches(
-    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE, device: str = "cpu"
-) -> list[MicroBatch]:
-    """Return micro-batches of prompts, with rows of similar length together."""
-    prompts = [unsampled(item.prompt_ids, item.completion_ids[:0]) for item in items]
-    batches = []
-    for batch in make_micro_batches(prompts, max_tokens, max_rows, share, device, share_rows=False):
-        width = batch.tokens_BT.shape[1]
-        ends_B = [index * width + len(items[row].prompt_ids) - 1 for index, row in enumerate(batch.rows)]
-        batches.append(replace(batch, source_U=torch.tensor(ends_B)))
-    return batches
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    ids: TokenIds
+    items: list[int]
+    """Indices of the items with these tokens."""
 
 
-def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide rows into `num_parts` with nearly equal numbers of tokens, and long ones spread evenly."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    tokens = [0] * num_parts
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        part = tokens.index(min(tokens))
-        parts[part].append(row)
-        tokens[part] += lengths[row]
-    return parts
+def common_prefix(one: TokenIds, other: TokenIds) -> int:
+    """Return the number of tokens with which both begin."""
+    most = min(len(one), len(other))
+    differs = one[:most] != other[:most]
+    return int(differs.argmax()) if differs.any() else most
+
+
+def _part(cost_S: IntArray, share: Share) -> slice:
+    """Return a rank's part of sequences; all parts cost nearly the same."""
+    rank, num_ranks = share
+    middle_S = cost_S.cumsum() - cost_S / 2
+    begin, end = np.searchsorted(middle_S, cost_S.sum() * np.array([rank, rank + 1]) / num_ranks)
+    return slice(int(begin), int(end))
 
 
 def _groups(
-    lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share, batch_cost: int
-) -> list[list[int]]:
-    """Group one rank's rows of similar length, the largest group first, so that a lack of memory shows at once.
+    length_S: IntArray, shared_S: IntArray | None, max_tokens: int, max_rows: int | None, batch_cost: int
+) -> list[slice]:
+    """Cut sequences, in their order, into groups of least cost; the largest comes first.
 
-    The rows are sorted by length and cut at the lowest cost: a token of padding costs one token, a group `batch_cost`
-    tokens.
+    A computed token costs one token, padding and repeated prefixes included, and a group `batch_cost` tokens.
+    shared_S: number of tokens that each shares with the one before it; None: rows of descending length.
     """
-    rank, num_ranks = share
-    own = cut(lengths, num_ranks)[rank] if num_ranks > 1 else range(len(lengths))
-    order = sorted(own, key=lengths.__getitem__, reverse=True)
-    cost = np.full(len(order) + 1, np.inf)  # of the best cut of the first n rows
+    num = len(length_S)
+    sum_S = np.zeros(0) if shared_S is None else (length_S - shared_S).cumsum()
+    cost = np.full(num + 1, np.inf)  # of the best cut of the first n sequences
     cost[0] = 0.0
-    begin = np.zeros(len(order) + 1, np.int64)  # start of its last group
-    for first, row in enumerate(order):
-        most = min(max(1, max_tokens // lengths[row]), max_rows or len(order), len(order) - first)
-        sizes = np.arange(1, most + 1)
-        with_group = cost[first] + batch_cost + sizes * lengths[row]
-        is_better = with_group < cost[first + sizes]
-        cost[first + sizes[is_better]] = with_group[is_better]
-        begin[first + sizes[is_better]] = first
-    groups: list[list[int]] = []
-    end = len(order)
-    while end:
-        groups.append(order[begin[end] : end])
-        end = int(begin[end])
-    return sorted(groups[::-1], key=lambda rows: len(rows) * lengths[rows[0]], reverse=True)
+    begin = np.zeros(num + 1, np.int64)  # start of its last group
+    size = np.zeros(num + 1, np.int64)  # number of tokens of its last group
+    for first, longest in enumerate(length_S.tolist()):
+        most = min(max_rows or num, num - first)
+        if shared_S is None:
+            size_G = longest * np.arange(1, most + 1)
+        else:
+            size_G = longest + sum_S[first : first + most] - sum_S[first]
+        size_G = size_G[: max(1, int(np.searchsorted(size_G, max_tokens, side="right")))]
+        stop_G = first + 1 + np.arange(len(size_G))
+        cost_G = cost[first] + batch_cost + size_G
+        is_better_G = cost_G < cost[stop_G]
+        stop_G = stop_G[is_better_G]
+        cost[stop_G], size[stop_G], begin[stop_G] = cost_G[is_better_G], size_G[is_better_G], first
+    groups: list[slice] = []
+    stop = num
+    while stop:
+        groups.append(slice(int(begin[stop]), stop))
+        stop = int(begin[stop])
+    return sorted(groups[::-1], key=lambda group: size[group.stop], reverse=True)
 
 
-def _tokens(item: TrainItem) -> tuple[bytes, ...]:
-    """Return a key that only items of the same prompt, completion and forced ids have."""
-    forced = () if item.forced is None else (str(item.forced.at).encode(), item.forced.ids.tobytes())
-    return item.prompt_ids.tobytes(), item.completion_ids.tobytes(), *forced
+def lay_out(
+    items: Sequence[TrainItem], sequences: Sequence[_Sequence], shared_S: IntArray | None, of_prompts: bool = False
+) -> MicroBatch:
+    """Return a micro-batch of sequences, with the list of its trained tokens.
 
-
-def pad(items: Sequence[TrainItem], sequences: Sequence[Sequence[int]] | None = None) -> MicroBatch:
-    """Return items as one padded rectangle, with the list of its trained tokens.
-
-    sequences: for each row, the indices of its items, which have the same tokens; default: a row for each item.
+    shared_S: number of tokens that each shares with the one before it; None for rows.
     """
-    if sequences is None:
-        sequences = [[index] for index in range(len(items))]
-    rows = [items[first] for first, *_ in sequences]
-    tokens_BT, sources = _rectangle(rows)
-    starts = np.cumsum([0, *map(len, sources)])
-    indices = [
-        start + np.arange(len(of_row))
-        for start, of_row, sharing in zip(starts, sources, sequences, strict=False)
-        for _ in sharing
-    ]
-    order = [index for sharing in sequences for index in sharing]
+    all_ids = [one.ids for one in sequences]
+    tokens_BT, paths, forest = _rows(all_ids) if shared_S is None else _trees(all_ids, shared_S)
+    order = [index for one in sequences for index in one.items]
     own = [items[index] for index in order]
-    repeats = [len(item.completion_ids) for item in own]
-    advantages = np.array([item.reward for item in own], np.float64)
+    path_of = [path for path, one in zip(paths, sequences, strict=True) for _ in one.items]
+    position_of = [_predicting(item, of_prompts) for item in own]
+    pairs = list(zip(path_of, position_of, strict=True))
+    # Equal predictions have the same target in the forest; of the token after a prompt only the source is there.
+    source_N = np.concatenate([path[position] for path, position in pairs])
+    target_N = source_N if of_prompts else np.concatenate([path[position + 1] for path, position in pairs])
+    node_U, first_U, index_N = np.unique(target_N, return_index=True, return_inverse=True)
+    trained = [] if of_prompts else own
+    repeats = [len(item.completion_ids) for item in trained]
+    advantages = np.array([item.reward for item in trained], np.float64)
     advantages[np.abs(advantages) <= ROUNDING] = 0.0
-    of_tokens = [1.0 if item.token_weights is None else item.token_weights for item in own]
-    weights = [item.weight * np.ones(n) * each for item, n, each in zip(own, repeats, of_tokens, strict=True)]
-    versions = np.array([item.adapter_version for item in own], np.int64)
+    of_tokens = [1.0 if item.token_weights is None else item.token_weights for item in trained]
+    weights = [item.weight * np.ones(n) * each for item, n, each in zip(trained, repeats, of_tokens, strict=True)]
+    versions = np.array([item.adapter_version for item in trained], np.int64)
+    nothing = np.empty(0, np.float32)
+    num_read = sum(len(one.ids) for one in sequences) if shared_S is None else tokens_BT.size
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),
-        source_U=torch.from_numpy(np.concatenate(sources)),
-        target_U=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
-        index_N=torch.from_numpy(np.concatenate(indices)),
-        item_N=torch.from_numpy(np.repeat(np.arange(len(own)), repeats)),
-        behaviour_logp_N=torch.from_numpy(np.concatenate([item.logprobs for item in own]).astype(np.float32)),
+        forest=forest,
+        source_U=torch.from_numpy(source_N[first_U]),
+        target_U=torch.from_numpy(tokens_BT.ravel()[node_U[: 0 if of_prompts else None]]),
+        index_N=torch.from_numpy(index_N),
+        item_N=torch.from_numpy(np.repeat(np.arange(len(trained)), repeats)),
+        behaviour_logp_N=torch.from_numpy(np.concatenate([nothing, *(item.logprobs for item in trained)])),
         advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
-        weight_N=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
+        weight_N=torch.from_numpy(np.concatenate([nothing, *weights]).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
-        num_padding=tokens_BT.size - sum(map(length, rows)),
-        num_tokens=sum(map(length, own)),
+        num_padding=tokens_BT.size - num_read,
+        num_tokens=sum(len(one.ids) * len(one.items) for one in sequences),
         rows=tuple(order),
     )
 
 
-def _rectangle(rows: Sequence[TrainItem]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-    """Return the padded tokens, and for each row the flattened positions that predict its trained tokens."""
-    tokens_BT = np.zeros((len(rows), max(map(length, rows))), np.int64)
-    sources: list[npt.NDArray[np.int64]] = []
-    for i, row in enumerate(rows):
-        tokens_BT[i, : length(row)] = whole_ids(row)
-        # A token is predicted from the position before it.
-        of_row = i * tokens_BT.shape[1] + len(row.prompt_ids) - 1 + np.arange(len(row.completion_ids))
-        if row.forced is not None:
-            of_row[row.forced.at :] += len(row.forced.ids)
-        sources.append(of_row)
-    return tokens_BT, sources
+def _predicting(item: TrainItem, of_prompts: bool) -> IntArray:
+    """Return the position before each trained token, or before the one after the prompt."""
+    position_N = len(item.prompt_ids) - 1 + np.arange(1 if of_prompts else len(item.completion_ids))
+    if item.forced is not None and not of_prompts:
+        position_N[item.forced.at :] += len(item.forced.ids)
+    return position_N
+
+
+def _rows(all_ids: Sequence[TokenIds]) -> tuple[IntArray, list[IntArray], None]:
+    """Return the padded tokens, and the flattened position of each token of each sequence."""
+    width = max(map(len, all_ids))
+    tokens_BT = np.zeros((len(all_ids), width), np.int64)
+    for row_T, ids in zip(tokens_BT, all_ids, strict=True):
+        row_T[: len(ids)] = ids
+    return tokens_BT, [row * width + np.arange(len(ids)) for row, ids in enumerate(all_ids)], None
+
+
+def _trees(all_ids: Sequence[TokenIds], shared_S: IntArray) -> tuple[IntArray, list[IntArray], Forest]:
+    """Return the tokens in depth-first order, the index of each token of each sequence, and the forest.
+
+    shared_S: number of tokens that each sequence shares with the one before it; that of the first does not matter.
+    """
+    shared = [0, *shared_S[1:].tolist()]
+    starts = np.cumsum([0, *(len(ids) - common for ids, common in zip(all_ids, shared, strict=True))])
+    tokens_T, depth_T = (np.empty(starts[-1], np.int64) for _ in range(2))
+    end_T = np.full(starts[-1], starts[-1])
+    path, paths = np.empty(0, np.int64), []
+    for ids, common, start, stop in zip(all_ids, shared, starts, starts[1:], strict=False):
+        end_T[path[common:]] = start
+        path = np.concatenate([path[:common], np.arange(start, stop)])
+        paths.append(path)
+        tokens_T[start:stop], depth_T[start:stop] = ids[common:], np.arange(common, len(ids))
+    return tokens_T[None], paths, Forest(torch.from_numpy(depth_T), torch.from_numpy(end_T))
+
+
+def forest_probe(vocab_size: int, longest: int, windows: Sequence[int]) -> list[TrainItem]:
+    """Return the items of two trees of three levels, one of them with paths longer than each window that is in reach.
+
+    longest: most tokens of a sequence.
+    """
+    reach = max([window for window in windows if window + 4 < longest], default=0) + 4
+    numbers = itertools.count(11, 7919)
+
+    def some(num: int) -> TokenIds:
+        return np.array([next(numbers) % vocab_size for _ in range(num)], np.int32)
+
+    items = []
+    for root in (some(max(1, min(longest - 8, reach))), some(5)):
+        for branch in (some(2), some(3)):
+            prompt = np.concatenate([root, branch])
+            items += [unsampled(prompt, some(3)), unsampled(prompt, some(2))]
+    return items

@@ -21,7 +21,7 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.learner import CRITIC_HEAD, distributed
-from unstable_lite.learner.batching import ROUNDING, MicroBatch, make_prompt_batches
+from unstable_lite.learner.batching import ROUNDING, MicroBatch
 from unstable_lite.learner.distributed import Floats
 from unstable_lite.learner.model import Policy, shapes
 from unstable_lite.reward_transformations.averages import Spread, cell_of
@@ -52,7 +52,7 @@ class Critic:
         """Return the value of each item's prompt, of any length; the ranks divide them."""
         value_I = np.zeros(len(items))
         with self._policy.using(_ADAPTER), self._policy.evaluating():
-            for batch in self._batches(items, ROWS_WITHOUT_GRADIENT):
+            for batch in self._policy.prompt_batches(items, ROWS_WITHOUT_GRADIENT):
                 value_I[list(batch.rows)] = self._values(batch).double().cpu().numpy()
         return distributed.sum_metrics(value_I)
 
@@ -61,10 +61,10 @@ class Critic:
         loss = 0.0
         # The critic's adapter must also be active in the backward pass.
         with self._policy.using(_ADAPTER):
-            for batch in self._batches(items, self._config.mini_batch_size):
-                value_B = self._values(batch)
-                target_B = torch.from_numpy(target_I[list(batch.rows)]).to(value_B)
-                part_loss = 0.5 * (value_B - target_B).square().sum() / len(items)
+            for batch in self._policy.prompt_batches(items, self._config.mini_batch_size):
+                value_N = self._values(batch)
+                target_N = torch.from_numpy(target_I[list(batch.rows)]).to(value_N)
+                part_loss = 0.5 * (value_N - target_N).square().sum() / len(items)
                 part_loss.backward()  # type: ignore[no-untyped-call]
                 loss += part_loss.item()
         return loss
@@ -86,16 +86,10 @@ class Critic:
         self._policy.load_adapter(directory, _ADAPTER)
         self.head.load_state_dict(head)
 
-    def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[MicroBatch]:
-        policy = self._policy
-        limits = policy.max_tokens_per_micro_batch, max_rows
-        batches = make_prompt_batches(items, *limits, policy.share, policy.device.type)
-        return [batch.to(policy.device) for batch in batches]
-
     def _values(self, batch: MicroBatch) -> Tensor:
-        hidden_BD = self._policy.last_hidden(batch)
-        values_B1: Tensor = self.head(hidden_BD.to(self.head.weight.dtype))
-        return values_B1.squeeze(-1)
+        hidden_ND = self._policy.last_hidden(batch)
+        value_N1: Tensor = self.head(hidden_ND.to(self.head.weight.dtype))
+        return value_N1.squeeze(-1)
 
 
 def estimate_advantages(

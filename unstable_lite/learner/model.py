@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed
-from unstable_lite.learner.answers import AnswerBatch, answer_hidden
 from unstable_lite.learner.base_model import (
     ADAPTER,
     Head,
@@ -33,8 +33,9 @@ from unstable_lite.learner.base_model import (
     peft_config,
     use_liger,
 )
-from unstable_lite.models import resolve_model
-from unstable_lite.models.layers import longrope_limit, position_limit
+from unstable_lite.learner.forest import Forest, reading
+from unstable_lite.models import model_errors, resolve_model
+from unstable_lite.models.layers import WINDOWS, longrope_limit, no_forest, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
@@ -77,6 +78,7 @@ class Policy:
         self.model.eval()
         self._check_head()
         self._train()
+        self.layout, self.warning = self._choose_layout(config)
         distributed.copy_from_first(self.parameters)
         self._reference = reference_adapter(config.learner, config.lora)
         """Name of the frozen adapter that is the KL penalty's reference; None: the base, or no penalty."""
@@ -132,7 +134,7 @@ class Policy:
     def micro_batches(
         self, items: Sequence[TrainItem], share: batching.Share | None = None
     ) -> Iterator[batching.MicroBatch]:
-        """Return this rank's share of `items`, or the given one, in parts that fit the memory, on the device.
+        """Yield this rank's share of `items`, or the given one, in parts that fit the memory, on the device.
 
         Raises RequestError for a sequence that the engine rotated differently.
         """
@@ -148,9 +150,15 @@ class Policy:
             self._max_rows,
             share or self.share,
             self.device.type,
-            share_rows=not self._has_dropout,
+            self.layout,
         )
         for batch in batches:
+            yield batch.to(self.device)
+
+    def prompt_batches(self, items: Sequence[TrainItem], max_rows: int | None) -> Iterator[batching.MicroBatch]:
+        """Yield batches of the prompts of this rank's share of `items`, of any length."""
+        limits, device = (self.max_tokens_per_micro_batch, max_rows), self.device.type
+        for batch in batching.make_micro_batches(items, *limits, self.share, device, self.layout, of_prompts=True):
             yield batch.to(self.device)
 
     @property
@@ -169,7 +177,7 @@ class Policy:
         The entropy has a gradient only if `learner.entropy_coefficient` is set.
         """
         with self._autocast():
-            hidden_UD = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_U)
+            hidden_UD = self._hidden(batch)
             logp_U, entropy_U = self._head.logprobs(hidden_UD, batch.target_U)
             return logp_U[batch.index_N], entropy_U[batch.index_N]
 
@@ -177,8 +185,7 @@ class Policy:
     def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
         """Return whether each trained token is the one that greedy decoding would choose."""
         with self._autocast():
-            hidden_UD = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_U)
-            return (self._head.most_likely(hidden_UD) == batch.target_U)[batch.index_N]
+            return (self._head.most_likely(self._hidden(batch)) == batch.target_U)[batch.index_N]
 
     @torch.no_grad()
     def score(
@@ -221,14 +228,6 @@ class Policy:
             batch.scatter(logp_N.float().cpu(), logp)
         return logp
 
-    @torch.no_grad()
-    def answer_logprobs(self, batch: AnswerBatch) -> Tensor:
-        """Return log p of each answer in nats, in float64."""
-        with self.evaluating(), self._autocast():
-            hidden_KAD = answer_hidden(self._base.get_decoder(), batch)  # type: ignore[no-untyped-call]
-            logp_N, _ = self._head.logprobs(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())
-        return batch.sums(logp_N)
-
     @property
     def kl_metric(self) -> str:
         """Name of the KL metric, which names the reference of `reference_logprobs`."""
@@ -247,10 +246,9 @@ class Policy:
         return logp_N
 
     def last_hidden(self, batch: batching.MicroBatch) -> Tensor:
-        """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
+        """Return the decoder's output at the last token of each item's prompt, of a batch of prompts, N × D."""
         with self._autocast():
-            hidden_BTD = self._hidden(batch.tokens_BT)
-        return hidden_BTD.flatten(0, 1).index_select(0, batch.source_U)
+            return self._hidden(batch).index_select(0, batch.index_N)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -327,14 +325,63 @@ class Policy:
         outside = re.compile(self.model.peft_config[ADAPTER].exclude_modules or "(?!)")
         return {key: tensor for key, tensor in tensors.items() if not outside.fullmatch(key.partition(_BASE)[2])}
 
-    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+    def _hidden(self, batch: batching.MicroBatch) -> Tensor:
+        """Return the decoder's output at the positions that predict, U × D."""
+        return self._decoded(batch.tokens_BT, batch.forest).flatten(0, 1).index_select(0, batch.source_U)
+
+    def _decoded(self, tokens_BT: Tensor, forest: Forest | None = None) -> Tensor:
         decoder = self._base.get_decoder()  # type: ignore[no-untyped-call]
-        hidden_BTD: Tensor = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        with reading(forest) as positions:
+            hidden_BTD: Tensor = decoder(input_ids=tokens_BT, use_cache=False, **positions).last_hidden_state
         return hidden_BTD
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Multiply the float32 adapter in bfloat16 on a bfloat16 base, as engines do; its gradient is float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def _choose_layout(self, config: Config) -> tuple[batching.Layout, str | None]:
+        """Return the layout of micro-batches, and a warning if this model computes a forest otherwise than rows.
+
+        The two are compared, because some models take another mask in silence.
+        """
+        if self._has_dropout:
+            return "separate", None
+        if no_forest(self._base.config.to_dict()):
+            return "rows", None
+        name, text = type(self._base).__name__, self._base.config.get_text_config()
+        longest = min(config.learner.max_train_len or config.engine.max_model_len, self.position_limit)
+        items = batching.forest_probe(self.vocab_size, longest, [getattr(text, key, None) or 0 for key in WINDOWS])
+        rows = self._probed(items, "rows")
+        try:
+            with model_errors(name, "does not compute forests"):
+                forest = self._probed(items, "forest")
+        except ModelError as error:
+            return "rows", f"shared prefixes are computed again for each step: {error}"
+        # The gradient of a small matrix is compared with its own size, but not with rounding.
+        floor = 1e-3 * max(float(of_rows.norm()) for of_rows in rows[1:])
+        errors = [
+            float((of_forest - of_rows).norm()) / max(float(of_rows.norm()), floor)
+            for of_forest, of_rows in zip(forest, rows, strict=True)
+        ]
+        of_logp, of_gradient = errors[0], max(errors[1:])
+        if max(of_logp, of_gradient) < (0.1 if self.dtype == torch.bfloat16 else 1e-3):
+            return "forest", None
+        return "rows", (
+            f"shared prefixes are computed again for each step: in a forest {name} has log-probabilities that differ "
+            f"by {of_logp:.2g} of their size, and gradients that differ by {of_gradient:.2g}"
+        )
+
+    def _probed(self, items: Sequence[TrainItem], layout: batching.Layout) -> list[Tensor]:
+        """Return log-probabilities of the items, about their mean, and the adapter's gradient of a sum of them."""
+        logp: list[Tensor] = [torch.empty(0)] * len(items)
+        with self.evaluating():
+            for batch in batching.make_micro_batches(items, sys.maxsize, None, device=self.device.type, layout=layout):
+                batch.scatter(self.logprobs(batch.to(self.device))[0], logp)
+        logp_N = torch.cat(logp)
+        weight_N = torch.linspace(-1, 2, len(logp_N), device=self.device)
+        gradients = torch.autograd.grad(logp_N @ weight_N, list(self.parameters.values()), allow_unused=True)
+        centred_N = (logp_N - logp_N.mean()).detach()
+        return [centred_N, *(each for each in gradients if each is not None)]
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -342,7 +389,7 @@ class Policy:
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
         with self._autocast():
             theirs = self._base(input_ids=tokens_BT).logits.float()
-            ours = self._head.logits(self._hidden(tokens_BT)).float()
+            ours = self._head.logits(self._decoded(tokens_BT)).float()
         # bfloat16 models round once more than this code.
         tolerance = (0.02 if self.dtype == torch.bfloat16 else 1e-4) * theirs.abs().max().item()
         if not torch.allclose(ours, theirs, rtol=0, atol=tolerance):

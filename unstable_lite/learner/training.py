@@ -194,6 +194,8 @@ def ready_info(policy: Policy, spec: WorkerSpec) -> dict[str, Any]:
         "threads": spec.threads,
         "vocab_size": policy.vocab_size,
         "position_limit": policy.position_limit,
+        "sequences": policy.layout,
+        **({"warning": policy.warning} if policy.warning is not None else {}),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,

@@ -35,6 +35,8 @@ class Trained:
     _num_positions: int = 0
     _num_read: int = 0
     """Number of the items' tokens, those of prompts included."""
+    _num_computed: int = 0
+    """Number of them that were computed, because others repeat them."""
 
     def add(
         self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, reference_logp_N: Tensor | None, loss: Tensor
@@ -52,6 +54,7 @@ class Trained:
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
         self._num_read += batch.num_tokens
+        self._num_computed += batch.num_computed
 
     def gather(self) -> None:
         """Replace this rank's data with the data of all ranks."""
@@ -60,12 +63,12 @@ class Trained:
         columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 6
         logp_N, *of_batch, reference_logp_N = distributed.concat(torch.stack(columns))
         rows_1I = distributed.concat(torch.tensor([self.rows], dtype=torch.float64))
-        sums = np.array([self.loss, self._num_padding, self._num_positions, self._num_read], np.float64)
-        loss, num_padding, num_positions, num_read = distributed.sum_metrics(sums).tolist()
+        counts = self._num_padding, self._num_positions, self._num_read, self._num_computed
+        loss, *counts = distributed.sum_metrics(np.array([self.loss, *counts], np.float64)).tolist()
         self._tokens = [(logp_N, *of_batch, reference_logp_N)]
         self.rows = rows_1I[0].int().tolist()
-        self._loss, self._num_read = loss, int(num_read)
-        self._num_padding, self._num_positions = int(num_padding), int(num_positions)
+        self._loss = loss
+        self._num_padding, self._num_positions, self._num_read, self._num_computed = map(int, counts)
 
     def extend(self, other: Trained) -> None:
         """Add the tokens of another clipped step."""
@@ -118,6 +121,8 @@ class Trained:
             "weight_zero": (weight_N == 0).float().mean().item(),
             "avg_train_len": self._num_read / len(self.rows),
             "padding_share": self._num_padding / self._num_positions,
+            "tokens_computed": float(self._num_computed),
+            "tokens_repeated": float(self._num_read - self._num_computed),
             **kl,
             **losses.importance_metrics(logp_N, behaviour_logp_N, importance_weight_cap),
         }

@@ -27,6 +27,8 @@ OTHER_TYPES = frozenset(
 """Types of layers that keep anything else than a key and a value of each token."""
 RECURRENT_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_value_heads")
 """Keys of models whose first layer is recurrent if they list no types."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Keys with the number of tokens to which layers of some type attend."""
 NO_LIMIT = 1 << 62
 
 
@@ -45,14 +47,33 @@ def refusal(path: str, layer: str, remedy: str = "") -> str:
     return f"{path}: {layer}, which the embedded engine does not compute; {remedy}{ADVICE}"
 
 
-def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, str]]:
-    """Yield number and property of each layer that is not supported, and the remedy that it alone has."""
+def no_forest(model: Mapping[str, Any]) -> str:
+    """Return why a learner computes each sequence by itself, and not a forest of their prefixes; "" if it does not.
+
+    `model`: content of config.json. A learner also compares forest and sequences when it starts.
+    """
+    text = model.get("text_config") or model
+    if model.get("auto_map"):
+        return "its code comes with the model"
+    if text.get("alibi"):
+        return "its attention depends on the index of a token (alibi)"
+    return next((layer for layer, _ in _recurrent(text)), "")
+
+
+def _recurrent(text: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each layer in which a token depends on others than by attention, and no remedy."""
     types: list[str] = next((text[key] for key in LAYER_LISTS if text.get(key)), [])
     for index, kind in enumerate(types):
         if kind in OTHER_TYPES:
             yield f"layer {index} is of type {kind!r}", ""
     if not types and (keys := [key for key in RECURRENT_KEYS if text.get(key)]):
         yield f"layer 0 is recurrent ({keys[0]} = {text[keys[0]]})", ""
+
+
+def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, str]]:
+    """Yield number and property of each layer that is not supported, and the remedy that it alone has."""
+    yield from _recurrent(text)
+    types: list[str] = next((text[key] for key in LAYER_LISTS if text.get(key)), [])
     if (chunk := text.get("attention_chunk_size") or max_len) < max_len:
         # Llama 4 attends within chunks in the layers that rotate.
         is_chunked = [kind == "chunked_attention" for kind in types] or text.get("no_rope_layers") or [True]

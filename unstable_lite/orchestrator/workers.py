@@ -195,7 +195,8 @@ class Workers:
         self.info = next((facts[one.channel.name] for one in engines if one.channel.name in facts), {})
         if "learner" in facts:
             self.adapter_bytes = int(facts["learner"]["adapter_bytes"])
-        for text in prompt_warnings(config, self.prompts):
+        of_learner = facts.get("learner", {}).get("warning")
+        for text in (*prompt_warnings(config, self.prompts), *filter(None, [of_learner])):
             say(f"warning: {text}")
             log.warning("%s", text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig, reference_adapter
 from unstable_lite.errors import ConfigError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS
+from unstable_lite.learner import BLOCK_QUERIES, LOGITS_CHUNK_TOKENS, MOST_COPIES
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.planning.defaults import algorithm_of
 
@@ -156,8 +156,11 @@ def learner_memory(
     lora: LoraConfig,
     has_critic: bool = False,
     is_on_gpu: bool = True,
+    longest: int = 0,
 ) -> LearnerMemory:
     """Return the memory of a learner rank.
+
+    longest: tokens of the longest sequence, if the memory of the mask of shared prefixes counts, which a GPU lacks.
 
     With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
     float32. A critic counts as a second adapter, and the reference of a KL penalty as the weights of another.
@@ -173,6 +176,9 @@ def learner_memory(
         kept, passing = float(shape.layers * width * h), layer + recomputed
     else:
         kept, passing = shape.layers * layer + ends, 0.0
+    if longest and not is_on_gpu:
+        kept += 4 * (longest + BLOCK_QUERIES)
+        kept += 0 if learner.activation_checkpointing else 4 * 2 * k * (MOST_COPIES - 1) * shape.layers
     has_reference = reference_adapter(learner, lora) is not None
     return LearnerMemory(
         base=width * shape.base_parameters,

@@ -238,8 +238,8 @@ class Placement:
             return is_on, "the model's shape or the memory of the learner's device is not known"
         is_off = learner.model_copy(update={"activation_checkpointing": False})
         has_critic, is_on_gpu = algorithm_of(self.config).has_critic, "cpu" not in self.learner_devices
-        memory = learner_memory(shape, is_off, self.config.lora, has_critic, is_on_gpu=is_on_gpu)
         tokens, longest = self._largest_micro_batch()
+        memory = learner_memory(shape, is_off, self.config.lora, has_critic, is_on_gpu, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
             is_off = is_off.model_copy(update={"max_tokens_per_micro_batch": tokens})

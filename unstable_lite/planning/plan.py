@@ -19,7 +19,8 @@ from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import trial
 from unstable_lite.league.opponents import describe_strategy, frozen_adapters, training_opponents
-from unstable_lite.models import resolve_model
+from unstable_lite.models import read_json, resolve_model
+from unstable_lite.models.layers import no_forest
 from unstable_lite.planning import staleness
 from unstable_lite.planning.defaults import (
     active_checkpoints,
@@ -102,11 +103,21 @@ class Plan(Placement):
         if self.learner_devices:
             is_on = "on" if learner.activation_checkpointing else "off"
             yield "checkpointing", f"{is_on}: {self.checkpointing_reason}"
+            yield "shared prefixes", self._shared_prefixes()
         if learner.remote_ranks:
             join = f"torchrun … -m unstable_lite.learner.remote_rank {learner.rendezvous}"
             yield "remote ranks", f"{learner.remote_ranks} more ranks of the learner: {join}"
         if self.num_ranks > 1:
             yield "learner ranks", f"{self.num_ranks}: each has a part of every batch, split by tokens"
+
+    def _shared_prefixes(self) -> str:
+        """Return whether the learner is expected to compute them once."""
+        file = Path(resolve_model(self.config.model_name)) / "config.json"
+        if self.config.lora.lora_dropout:
+            return "computed for each step, because lora.lora_dropout differs from step to step"
+        if file.is_file() and (reason := no_forest(read_json(file))):
+            return f"computed for each step, because {reason}"
+        return "computed once, if the learner's comparison at its start agrees"
 
     def _describe_models(self) -> Iterator[tuple[str, str]]:
         config, league = self.config, self.config.league

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fakes import runs
+from fakes.learner_fixtures import turns_of_games
 from unstable_lite.learner import load_learner, worker
 
 # A warning of CUDA's libraries names the Python line that runs at that moment, so also lines of this project.
@@ -21,6 +22,18 @@ def test_update_on_a_gpu_equals_that_on_the_cpu(make_config, make_items, algorit
     error = torch.cat([(after["cuda:0"][name] - expected).abs().flatten() for name, expected in after["cpu"].items()])
     # AdamW first steps by the sign of a gradient, 1e-3 here, and rounding may change that sign near zero.
     assert (error > 2e-4).float().mean() < 0.01
+
+
+def test_gradient_of_a_forest_on_a_gpu_is_that_of_rows(make_config):
+    learner, items, gradients = load_learner(make_config(), "cuda:0"), turns_of_games(4), []
+    assert (learner.policy.layout, learner.policy.warning) == ("forest", None)
+    for layout in ("forest", "rows"):
+        learner.policy.layout = layout
+        learner.add_gradient(items)
+        used = [parameter.grad for parameter in learner.policy.parameters.values() if parameter.grad is not None]
+        gradients.append(torch.cat([gradient.flatten() for gradient in used]))
+        learner.training.optimizer.zero_grad(set_to_none=True)
+    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
 
 
 def test_learner_takes_no_more_than_its_share_of_memory(make_config):

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fakes import two_ranks
 from fakes.two_ranks import Job, Outcome
 from fakes.unrolled import is_equal, largest_difference
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.learner.batching import cut, length
+from unstable_lite.learner.batching import length
 from unstable_lite.learner.model import Policy
 from unstable_lite.transport.messages import LoadLearner, Update, Updated
 from unstable_lite.types import TrainItem
@@ -181,11 +179,3 @@ def test_update_without_an_advantage_changes_no_rank(outcome, rank):
 def test_failure_on_one_rank_ends_both(outcome, name, of_rank_0, of_rank_1):
     assert outcome(name, 2, 0).error.startswith(of_rank_0)
     assert outcome(name, 2, 1).error.startswith(of_rank_1)
-
-
-@given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 8))
-def test_parts_of_a_batch_are_disjoint_complete_and_balanced(lengths, num_parts):
-    parts = cut(lengths, num_parts)
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    tokens = [sum(lengths[row] for row in part) for part in parts]
-    assert max(tokens) - min(tokens) <= max(lengths, default=0)

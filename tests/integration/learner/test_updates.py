@@ -131,7 +131,8 @@ def test_kl_to_the_base_costs_one_forward_pass_and_none_if_off(make_learner, mak
 
 OF_ALL = """loss logp_mean avg_train_len pct_truncated step samples_seen lr policy_grad_norm entropy
 importance_weight_mean importance_weight_clipped num_items num_tokens padding_share staleness_mean staleness_max
-dropped_too_long weight_mean weight_zero tokens_per_s seconds zero_advantage grad_clipped"""
+dropped_too_long weight_mean weight_zero tokens_per_s seconds zero_advantage grad_clipped
+tokens_computed tokens_repeated"""
 OF_CRITIC = """value_loss value_mae value_dir_acc value_dir_n num_steps grad_norm critic_lr critic_grad_norm
 explained_variance value_mean return_mean"""
 

@@ -76,7 +76,7 @@ def test_computed_memory_of_an_update_matches_the_allocated(
         adapter_version=0,
         trajectory=0,
     )
-    batch = batching.pad([item, item])
+    (batch,) = batching.make_micro_batches([item, item], 10_000, None, layout="separate")
 
     def update() -> None:
         logp_N, _ = policy.logprobs(batch)

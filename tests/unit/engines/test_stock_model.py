@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from fakes.random_models import LONGROPE, make_adapter, make_model, make_tokenizer
+from fakes.random_models import EXPERTS, LONGROPE, STOCK_MODELS, make_adapter, make_model, make_tokenizer
 from fakes.remote_engine import engine_spec, generate, request
 from unstable_lite.config import Config
 from unstable_lite.engines.embedded import stock_model
@@ -27,22 +27,9 @@ def load(path: Path, **engine: Any) -> TransformersEngine:
 
 
 LENGTHS = {"max_model_len": 128, "max_generation_len": 16}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}),
-    ("Llama", {"num_key_value_heads": 1, "head_dim": 16}),
-    ("Qwen2", {"head_dim": 16}),  # has biases on queries, keys and values
-    ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
-    ("GPTNeoX", {}),
-    ("Granite", {"logits_scaling": 4.0}),  # has the modules of Llama, but computes something else
-    ("Gemma", {}),
-    ("Olmo2", {}),
-    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
-    ("Afmoe", {**EXPERTS, "num_dense_layers": 1}),  # passes the mask of its attention by keyword
-]
 
 
-@pytest.mark.parametrize(("name", "fields"), MODELS, ids=[name for name, *_ in MODELS])
+@pytest.mark.parametrize(("name", "fields"), STOCK_MODELS, ids=[name for name, *_ in STOCK_MODELS])
 def test_stock_models_are_served_with_adapters(name, fields, tmp_path):
     import peft
 

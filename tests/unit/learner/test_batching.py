@@ -1,21 +1,20 @@
-"""The tokens that are trained, the amount of padding, and answers after a shared prompt."""
+"""The tokens that are trained, and the tokens that are computed for them."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.game_records import make_item
 from unstable_lite.errors import RequestError
 from unstable_lite.learner import batching
-from unstable_lite.learner.answers import answer_hidden, make_answer_batches
-from unstable_lite.learner.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
+from unstable_lite.learner.batching import MicroBatch, check, fit, length, make_micro_batches, whole_ids
 from unstable_lite.types import Forced, TrainItem
 
 
@@ -29,20 +28,39 @@ def forced(at: int, *ids: int) -> Forced:
     return Forced(at=at, ids=np.array(ids or [1], np.int32))
 
 
-def test_only_completion_tokens_are_trained_from_the_position_before():
-    batch = pad([item(3, 2, first_id=10), item(1, 1, first_id=50)])
-    assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
+def one_batch(items: Sequence[TrainItem], **options: Any) -> MicroBatch:
+    (batch,) = make_micro_batches(items, 10_000, None, **options)
+    return batch
+
+
+def read_until(batch: MicroBatch, position: int) -> list[int]:
+    """Return the tokens that the model reads until a position of the flattened batch, in order."""
+    if batch.forest is None:
+        row, column = divmod(position, batch.tokens_BT.shape[1])
+        return batch.tokens_BT[row, : column + 1].tolist()
+    every = torch.arange(batch.tokens_BT.numel())
+    is_seen_T = batch.forest.sees(torch.tensor(position), every, lambda _, __, query, key: key <= query)
+    assert batch.forest.depth_T[is_seen_T].tolist() == list(range(int(is_seen_T.sum())))
+    return batch.tokens_BT[0, is_seen_T].tolist()
+
+
+@pytest.mark.parametrize("layout", ["forest", "rows", "separate"])
+def test_only_completion_tokens_are_trained_from_the_position_before(layout):
+    batch = one_batch([item(3, 2, first_id=10), item(1, 1, first_id=50)], layout=layout)
+    is_forest = layout == "forest"
+    rows = [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
+    assert batch.tokens_BT.tolist() == ([[10, 11, 12, 13, 14, 50, 51]] if is_forest else rows)
     assert batch.target_U.tolist() == [13, 14, 51]
     assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [12, 13, 50]
     assert batch.behaviour_logp_N.tolist() == [-13, -14, -51]
     assert batch.advantage_N.tolist() == [10, 10, 50]
     assert batch.version_N.tolist() == [10, 10, 50]
-    assert batch.num_padding == 3
+    assert (batch.num_padding, batch.num_computed) == (0 if is_forest else 3, 7)
 
 
 def test_forced_ids_are_read_in_their_place_and_never_trained():
     rows = [replace(item(2, 2, first_id=10), forced=forced(at, 90, 91)) for at in (1, 0, 2)]
-    batch = pad([*rows, item(2, 2, first_id=50)])
+    batch = one_batch([*rows, item(2, 2, first_id=50)], layout="rows")
     assert [length(row) for row in rows] == [6, 6, 6]
     assert batch.tokens_BT.tolist() == [
         [10, 11, 12, 90, 91, 13],
@@ -56,6 +74,62 @@ def test_forced_ids_are_read_in_their_place_and_never_trained():
     assert fit(rows, max_train_len=5).num_dropped == 3
 
 
+SEQUENCES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        st.none() | st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=2)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+"""Prompts, completions and forced ids over two tokens, so that nearly everything is shared."""
+
+
+@given(given=SEQUENCES, max_tokens=st.integers(1, 60), max_rows=st.none() | st.integers(1, 3), ranks=st.integers(1, 3))
+@pytest.mark.parametrize("layout", ["forest", "rows", "separate"])
+@pytest.mark.parametrize("of_prompts", [False, True])
+def test_each_token_is_predicted_from_its_own_past_alone(layout, of_prompts, given, max_tokens, max_rows, ranks):
+    items = [make_item(prompt, completion) for prompt, completion, _ in given]
+    items = [
+        replace(one, forced=None if at is None else forced(min(at[0], len(one.completion_ids)), *at[1]))
+        for one, (*_, at) in zip(items, given, strict=True)
+    ]
+    limits, seen = (max_tokens, max_rows), list[int]()
+    for rank in range(ranks):
+        for batch in make_micro_batches(items, *limits, (rank, ranks), layout=layout, of_prompts=of_prompts):
+            seen += batch.rows
+            own = [items[row] for row in batch.rows]
+            read = {(one.prompt_ids if of_prompts else whole_ids(one)).tobytes() for one in own}
+            assert len(read) == 1 or batch.tokens_BT.numel() <= max_tokens
+            assert max_rows is None or (len(own) if layout == "separate" else len(read)) <= max_rows
+            assert batch.num_tokens == sum(len(one.prompt_ids) if of_prompts else length(one) for one in own)
+            sources = batch.source_U[batch.index_N].tolist()
+            if of_prompts:
+                for one, source in zip(own, sources, strict=True):
+                    assert read_until(batch, source) == one.prompt_ids.tolist()
+                continue
+            targets = batch.target_U[batch.index_N].tolist()
+            assert targets == [token for one in own for token in one.completion_ids.tolist()]
+            pasts = [past for one in own for past in pasts_of(one)]
+            assert [read_until(batch, source) for source in sources] == pasts
+            if layout == "forest":  # no two tokens have the same past
+                every = {tuple(read_until(batch, position)) for position in range(batch.tokens_BT.numel())}
+                assert len(every) == batch.num_computed == batch.tokens_BT.numel()
+    assert sorted(seen) == list(range(len(items)))
+
+
+def pasts_of(one: TrainItem) -> list[list[int]]:
+    """Return what an engine had read before it sampled each token."""
+    at, ids = (len(one.completion_ids), []) if one.forced is None else (one.forced.at, one.forced.ids.tolist())
+    read, pasts = one.prompt_ids.tolist(), []
+    for n, token in enumerate(one.completion_ids.tolist()):
+        read = [*read, *(ids if n == at else [])]
+        pasts.append(read)
+        read = [*read, token]
+    return pasts
+
+
 def test_overlong_steps_are_dropped_whole_and_counted():
     items = [item(3, 2), item(4, 2), item(5, 1), item(9, 1), item(2, 0), item(2, 1)]
     fitted = fit(items, max_train_len=5)
@@ -64,37 +138,11 @@ def test_overlong_steps_are_dropped_whole_and_counted():
     assert fit(items, None).items == [*items[:4], items[5]]
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40),
-    max_tokens=st.integers(1, 200),
-    max_rows=st.none() | st.integers(1, 5),
-)
-def test_micro_batches_hold_every_item_once_within_their_limits(lengths, max_tokens, max_rows):
-    items = [item(p, c, first_id=100 * i) for i, (p, c) in enumerate(lengths)]
-    batches = make_micro_batches(items, max_tokens, max_rows)
-    for batch in batches:
-        rows, width = batch.tokens_BT.shape
-        assert rows == 1 or rows * width <= max_tokens
-        assert max_rows is None or rows <= max_rows
-    trained = sorted(token for batch in batches for token in batch.target_U.tolist())
-    assert trained == sorted(token for i in items for token in i.completion_ids.tolist())
-    assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
-
-
-def test_items_of_equal_length_share_rows_unpadded_unless_dropout_differs():
-    items = [item(5, 3), item(2, 2), item(5, 3, first_id=2), item(2, 2, first_id=2)]
-    assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
-    (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
-    assert len(batch.tokens_BT) == 2
-
-
-def test_items_of_the_same_tokens_share_a_row():
+def test_items_of_the_same_tokens_are_computed_once():
     early, later = (replace(item(3, 2), forced=forced(at, 90)) for at in (1, 2))
     items = [item(3, 2), early, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
-    (batch,) = make_micro_batches([*items, item(2, 3)], max_tokens=100, max_rows=None)
-    assert sorted(batch.tokens_BT.tolist()) == sorted(
-        [*[[1, 2, 3, 4, 5, 0]] * 2, [1, 2, 3, 4, 90, 5], [1, 2, 3, 4, 5, 90]]
-    )
+    batch = one_batch([*items, item(2, 3)], layout="rows")
+    assert sorted(batch.tokens_BT.tolist()) == [[1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 90], [1, 2, 3, 4, 90, 5]]
     assert sorted(batch.rows) == [0, 1, 2, 3, 4]
     found = [torch.empty(0)] * 5
     batch.scatter(batch.tokens_BT.flatten()[batch.source_U][batch.index_N], found)
@@ -107,7 +155,8 @@ def test_items_of_the_same_tokens_share_a_row():
     assert found[2].tolist() == [7, 7]
     batch.scatter(batch.sequence_mean(batch.behaviour_logp_N), found)
     assert [part[0].item() for part in found] == [-4.5, -4.5, -8.5, -4.5, -4]
-    assert (batch.num_tokens, batch.num_padding) == (27, 2)
+    assert (batch.num_tokens, batch.num_computed, batch.num_padding) == (27, 17, 1)
+    assert one_batch([*items, item(2, 3)]).num_computed == 8
 
 
 @pytest.mark.parametrize(
@@ -119,7 +168,7 @@ def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items, median_com
     prompts = 150 + 40 * rng.integers(0, 12, num_items)
     completions = rng.lognormal(np.log(median_completion), 0.8, num_items).clip(1, 4096).astype(int)
     items = [item(int(p), int(c)) for p, c in zip(prompts, completions, strict=True)]
-    batches = make_micro_batches(items, max_tokens=16_384, max_rows=None)
+    batches = make_micro_batches(items, max_tokens=16_384, max_rows=None, layout="rows")
     padding = sum(batch.num_padding for batch in batches)
     assert padding / sum(batch.tokens_BT.numel() for batch in batches) < 0.05
     sizes = [batch.tokens_BT.numel() for batch in batches]
@@ -127,29 +176,45 @@ def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items, median_com
 
 
 @given(
-    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=7),
-    max_tokens=st.integers(1, 900),
+    given=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=7, unique_by=tuple),
+    max_tokens=st.integers(1, 40),
     max_rows=st.none() | st.integers(1, 4),
-    device=st.sampled_from(["cpu", "cuda"]),
+    cost=st.integers(0, 12),
+    layout=st.sampled_from(["forest", "rows"]),
 )
-def test_micro_batch_cut_has_minimal_cost(lengths, max_tokens, max_rows, device):
-    """Compare with every way to cut the sorted rows."""
+def test_micro_batch_cut_has_minimal_cost(given, max_tokens, max_rows, cost, layout):
+    """Compare with every way to cut the sorted sequences."""
 
-    def cost(groups: list[list[int]]) -> int:
-        return sum(len(group) * max(group) + batching.BATCH_COST[device] for group in groups)
+    def size(group: list[list[int]]) -> int:
+        if layout == "rows":
+            return len(group) * max(map(len, group))
+        return len({tuple(ids[: n + 1]) for ids in group for n in range(len(ids))})
 
-    def is_allowed(group: list[int]) -> bool:
-        return len(group) == 1 or (len(group) <= (max_rows or 9) and len(group) * max(group) <= max_tokens)
+    def is_allowed(group: list[list[int]]) -> bool:
+        return len(group) == 1 or (len(group) <= (max_rows or 9) and size(group) <= max_tokens)
 
-    ordered = sorted(lengths, reverse=True)
+    ordered = sorted(given) if layout == "forest" else sorted(given, key=len, reverse=True)
     every = []
     for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
         ends = [i + 1 for i, is_cut in enumerate(cuts) if is_cut] + [len(ordered)]
         groups = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         if all(map(is_allowed, groups)):
-            every.append(cost(groups))
-    batches = make_prompt_batches([item(n, 1) for n in lengths], max_tokens, max_rows, device=device)
-    assert cost([[lengths[row] for row in batch.rows] for batch in batches]) == min(every)
+            every.append(sum(map(size, groups)) + cost * len(groups))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(batching.BATCH_COST, "cpu", cost)
+        items = [make_item(ids, [1]) for ids in given]
+        batches = make_micro_batches(items, max_tokens, max_rows, layout=layout, of_prompts=True)
+    sizes = [batch.tokens_BT.numel() for batch in batches]
+    assert sum(sizes) + cost * len(sizes) == min(every)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 8))
+def test_parts_of_a_batch_are_disjoint_complete_and_balanced(costs, num_parts):
+    parts = [batching._part(np.array(costs, np.int64), (rank, num_parts)) for rank in range(num_parts)]
+    assert [row for part in parts for row in range(len(costs))[part]] == list(range(len(costs)))
+    totals = [sum(costs[part]) for part in parts]
+    assert max(totals) - min(totals) <= 2 * max(costs, default=0)
 
 
 @pytest.mark.parametrize(
@@ -169,39 +234,3 @@ def test_micro_batch_cut_has_minimal_cost(lengths, max_tokens, max_rows, device)
 def test_items_that_no_engine_can_have_sampled_are_refused(broken, message):
     with pytest.raises(RequestError, match=message):
         check([item(3, 2), broken], vocab_size=100)
-
-
-SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-MODELS: dict[str, Any] = {
-    "Qwen3": lambda: transformers.Qwen3Config(**SMALL, **HEADS),
-    "Gemma3 with a window": lambda: transformers.Gemma3TextConfig(
-        **SMALL, **HEADS, sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    "LFM2 with convolutions": lambda: transformers.Lfm2Config(
-        **SMALL, **HEADS, layer_types=["conv", "full_attention"] * 2
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
-def test_answers_after_a_shared_prompt_are_computed_as_whole_sequences(name, max_tokens):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
-    decoder, rng = model.get_decoder(), np.random.default_rng(0)
-    prompts = [rng.integers(2, 60, length).astype(np.int32) for length in (5, 9, 5, 7)]
-    sizes: tuple[tuple[int, ...], ...] = ((1, 3), (2,), (4, 1, 2), ())
-    answers = [[rng.integers(2, 60, length).astype(np.int32) for length in lengths] for lengths in sizes]
-    seen = set()
-    with torch.no_grad():
-        for batch in make_answer_batches(prompts, answers, max_tokens):
-            assert len(batch.answers) == 1 or len(batch.answers) * batch.prompt_BP.shape[1] <= max_tokens
-            hidden_KAD = answer_hidden(decoder, batch)
-            for k, (row, option) in enumerate(batch.answers):
-                seen.add((row, option))
-                whole = torch.from_numpy(np.concatenate([prompts[row], answers[row][option]]).astype(np.int64))
-                expected = decoder(input_ids=whole[None]).last_hidden_state[0, len(prompts[row]) - 1 : -1]
-                assert torch.allclose(hidden_KAD[k, : len(expected)], expected, atol=2e-5)
-                assert batch.is_token_KA[k].sum() == len(answers[row][option])
-    assert seen == {(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)}

@@ -14,7 +14,6 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ModelError
 from unstable_lite.learner import losses
-from unstable_lite.learner.batching import pad
 from unstable_lite.learner.training import load_state_tensors, make_optimizer, state_tensors
 
 
@@ -85,7 +84,7 @@ def test_critic_and_base_may_run_between_policy_forward_and_backward(make_learne
     for asks in (False, True):
         learner = make_learner("a2c")
         (item,) = make_items(1)
-        batch = pad([item])
+        (batch,) = learner.policy.micro_batches([item])
         logp_N, _ = learner.policy.logprobs(batch)
         if asks:
             learner.training.critic.estimate([item])

@@ -20,7 +20,7 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.base_model import choose_dtype
@@ -48,24 +48,6 @@ def test_temperature_divides_the_logits(make_learner, temperature):
     with policy.model.disable_adapter():
         assert scored.base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
     assert np.abs(scored.adapter - scored.base).max() > 0.01
-
-
-def test_shared_rows_have_the_gradient_of_separate_ones(make_learner, make_items):
-    learner = make_learner(learner={"entropy_coefficient": 0.1})
-    items = make_items(4)
-    items += [replace(item, reward=-2.0 * item.reward) for item in items]
-    (shared,) = learner.policy.micro_batches(items)
-    assert len(shared.tokens_BT) < len(items)
-    gradients = []
-    for batch in (shared, batching.pad(items)):
-        logp_N, entropy_N = learner.policy.logprobs(batch)
-        loss = (batch.advantage_N * logp_N + 0.1 * entropy_N).sum()
-        gradients.append(torch.autograd.grad(loss, list(learner.policy.parameters.values())))
-        per_item = [torch.empty(0)] * len(items)
-        batch.scatter(logp_N.detach(), per_item)
-        gradients[-1] += tuple(per_item)
-    for of_shared, of_separate in zip(*gradients, strict=True):
-        assert torch.allclose(of_shared, of_separate, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 4096])
@@ -194,7 +176,7 @@ def test_base_dropout_is_off_during_training(make_config, model_path, tmp_path):
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
     tokens = torch.arange(20)[None]
     assert policy._base.model.layers[0].training
-    assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+    assert torch.equal(policy._decoded(tokens), policy._decoded(tokens))
 
 
 @pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
@@ -216,9 +198,9 @@ def test_adapter_dropout_is_active_only_in_training_and_differs_by_item(make_lea
     policy = make_learner(lora={"lora_dropout": 0.5}).policy
     tokens = torch.arange(20)[None]
     for _ in range(2):
-        assert not torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+        assert not torch.equal(policy._decoded(tokens), policy._decoded(tokens))
         with policy.evaluating():
-            assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+            assert torch.equal(policy._decoded(tokens), policy._decoded(tokens))
     (batch,) = policy.micro_batches([ITEM, ITEM])
     assert len(batch.tokens_BT) == 2, "equal items share no row"
 

@@ -40,6 +40,7 @@ def test_padding_is_never_trained(make_learner, make_items, monkeypatch):
     """A neighbour without advantage pads every other row; its length must not matter."""
     monkeypatch.setitem(batching.BATCH_COST, "cpu", 10_000)  # everything in one micro-batch
     learner = make_learner()
+    learner.policy.layout = "rows"
     learner.policy.model.double()
     items = make_items(4)
     short = replace(items[0], reward=0.0)
