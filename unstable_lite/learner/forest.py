@@ -176,7 +176,9 @@ def _attend_in_blocks(
 ) -> Tensor:
     def attend(part: Tensor, key: Tensor, value: Tensor, block: Block) -> Tensor:
         seen = key.index_select(2, block.key_K), value.index_select(2, block.key_K)
-        return scaled_dot_product_attention(part, *seen, attn_mask=block.mask_QK, scale=scaling, enable_gqa=is_grouped)
+        return scaled_dot_product_attention(
+            part, *seen, attn_mask=block.mask_QK.to(part.dtype), scale=scaling, enable_gqa=is_grouped
+        )
 
     parts = zip(torch.split(query, [block.num_queries for block in blocks], 2), blocks, strict=True)
     if sum(len(block.key_K) for block in blocks) > MOST_COPIES * query.shape[2]:
