@@ -38,7 +38,7 @@ Layout = Literal["forest", "rows", "separate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """A forest in one row, or rows padded on the right: under causal attention no token sees what is on its right.
+    """A forest in one row, or rows padded on the right, which under causal attention no token sees.
 
     In a batch of prompts the one token after each prompt takes the place of the trained ones. It is not known, so the
     tensors after `index_N`, and `target_U`, are empty.
@@ -354,22 +354,3 @@ def _trees(all_ids: Sequence[TokenIds], shared_S: IntArray) -> tuple[IntArray, l
         paths.append(path)
         tokens_T[start:stop], depth_T[start:stop] = ids[common:], np.arange(common, len(ids))
     return tokens_T[None], paths, Forest(torch.from_numpy(depth_T), torch.from_numpy(end_T))
-
-
-def forest_probe(vocab_size: int, longest: int, windows: Sequence[int]) -> list[TrainItem]:
-    """Return the items of two trees of three levels, one of them with paths longer than each window that is in reach.
-
-    longest: most tokens of a sequence.
-    """
-    reach = max([window for window in windows if window + 4 < longest], default=0) + 4
-    numbers = itertools.count(11, 7919)
-
-    def some(num: int) -> TokenIds:
-        return np.array([next(numbers) % vocab_size for _ in range(num)], np.int32)
-
-    items = []
-    for root in (some(max(1, min(longest - 8, reach))), some(5)):
-        for branch in (some(2), some(3)):
-            prompt = np.concatenate([root, branch])
-            items += [unsampled(prompt, some(3)), unsampled(prompt, some(2))]
-    return items

@@ -1,10 +1,10 @@
 """Attention over a forest of prefix trees, in which a prefix that sequences share is computed once.
 
 A forest is one flat row of tokens in depth-first order. Token j is an ancestor of token i, or i itself, exactly if
-`j <= i < end[j]`, with `end[j]` the index after the last descendant of j: that is the whole mask. What else a model's
-layers restrict, such as a window, is asked of the model's own mask function, at the tokens' depths instead of their
-indices. On a CPU queries attend block by block to the tokens that one of them sees, so that the cost grows with the
-depth, and not with the square of the forest; on a GPU FlexAttention leaves out what a block of tokens does not see.
+`j <= i < end[j]`, with `end[j]` the index after the last descendant of j: that is the whole mask. The model's own mask
+function, which knows the windows of its layers, is asked about the tokens' depths instead of their indices. On a CPU
+queries attend block by block to the tokens that one of them sees, so that the cost grows with the depth, and not with
+the square of the forest; on a GPU FlexAttention leaves out the blocks that no token sees.
 
 Both are registered with transformers under `NAME`; without a forest, in rows, they are torch's own attention.
 Shapes: `T` tokens of the forest, `Q` queries of a block, `K` tokens that one of them sees.
@@ -90,7 +90,7 @@ class Block:
 
 
 def _summand_of(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a token is seen, and the least number where it is not."""
+    """Return 0 for a token that is seen, and the least number for one that is not."""
     return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, torch.finfo(dtype).min)
 
 

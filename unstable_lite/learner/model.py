@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -22,7 +22,7 @@ from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed, layout
 from unstable_lite.learner.base_model import (
     ADAPTER,
     Head,
@@ -34,8 +34,8 @@ from unstable_lite.learner.base_model import (
     use_liger,
 )
 from unstable_lite.learner.forest import Forest, reading
-from unstable_lite.models import model_errors, resolve_model
-from unstable_lite.models.layers import WINDOWS, longrope_limit, no_forest, position_limit
+from unstable_lite.models import resolve_model
+from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
@@ -78,7 +78,9 @@ class Policy:
         self.model.eval()
         self._check_head()
         self._train()
-        self.layout, self.warning = self._choose_layout(config)
+        self.layout: batching.Layout = "separate" if config.lora.lora_dropout else "rows"
+        self.warning = layout.choose(self, config)
+        """Reason of a layout of rows, if a forest was expected."""
         distributed.copy_from_first(self.parameters)
         self._reference = reference_adapter(config.learner, config.lora)
         """Name of the frozen adapter that is the KL penalty's reference; None: the base, or no penalty."""
@@ -125,6 +127,11 @@ class Policy:
     def adapter_bytes(self) -> int:
         """Size in bytes of the adapter's tensors."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
+
+    @property
+    def base_config(self) -> transformers.PreTrainedConfig:
+        """Config of the base."""
+        return self._base.config
 
     @property
     def position_limit(self) -> int:
@@ -338,50 +345,6 @@ class Policy:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Multiply the float32 adapter in bfloat16 on a bfloat16 base, as engines do; its gradient is float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-
-    def _choose_layout(self, config: Config) -> tuple[batching.Layout, str | None]:
-        """Return the layout of micro-batches, and a warning if this model computes a forest otherwise than rows.
-
-        The two are compared, because some models take another mask in silence.
-        """
-        if self._has_dropout:
-            return "separate", None
-        if no_forest(self._base.config.to_dict()):
-            return "rows", None
-        name, text = type(self._base).__name__, self._base.config.get_text_config()
-        longest = min(config.learner.max_train_len or config.engine.max_model_len, self.position_limit)
-        items = batching.forest_probe(self.vocab_size, longest, [getattr(text, key, None) or 0 for key in WINDOWS])
-        rows = self._probed(items, "rows")
-        try:
-            with model_errors(name, "does not compute forests"):
-                forest = self._probed(items, "forest")
-        except ModelError as error:
-            return "rows", f"shared prefixes are computed again for each step: {error}"
-        # The gradient of a small matrix is compared with its own size, but not with rounding.
-        floor = 1e-3 * max(float(of_rows.norm()) for of_rows in rows[1:])
-        errors = [
-            float((of_forest - of_rows).norm()) / max(float(of_rows.norm()), floor)
-            for of_forest, of_rows in zip(forest, rows, strict=True)
-        ]
-        of_logp, of_gradient = errors[0], max(errors[1:])
-        if max(of_logp, of_gradient) < (0.1 if self.dtype == torch.bfloat16 else 1e-3):
-            return "forest", None
-        return "rows", (
-            f"shared prefixes are computed again for each step: in a forest {name} has log-probabilities that differ "
-            f"by {of_logp:.2g} of their size, and gradients that differ by {of_gradient:.2g}"
-        )
-
-    def _probed(self, items: Sequence[TrainItem], layout: batching.Layout) -> list[Tensor]:
-        """Return log-probabilities of the items, about their mean, and the adapter's gradient of a sum of them."""
-        logp: list[Tensor] = [torch.empty(0)] * len(items)
-        with self.evaluating():
-            for batch in batching.make_micro_batches(items, sys.maxsize, None, device=self.device.type, layout=layout):
-                batch.scatter(self.logprobs(batch.to(self.device))[0], logp)
-        logp_N = torch.cat(logp)
-        weight_N = torch.linspace(-1, 2, len(logp_N), device=self.device)
-        gradients = torch.autograd.grad(logp_N @ weight_N, list(self.parameters.values()), allow_unused=True)
-        centred_N = (logp_N - logp_N.mean()).detach()
-        return [centred_N, *(each for each in gradients if each is not None)]
 
     @torch.no_grad()
     def _check_head(self) -> None:

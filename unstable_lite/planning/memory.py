@@ -160,7 +160,7 @@ def learner_memory(
 ) -> LearnerMemory:
     """Return the memory of a learner rank.
 
-    longest: tokens of the longest sequence, if the memory of the mask of shared prefixes counts, which a GPU lacks.
+    longest: tokens of the longest sequence, to count the mask of shared prefixes, which a GPU needs no memory for.
 
     With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
     float32. A critic counts as a second adapter, and the reference of a KL penalty as the weights of another.
@@ -177,7 +177,7 @@ def learner_memory(
     else:
         kept, passing = shape.layers * layer + ends, 0.0
     if longest and not is_on_gpu:
-        kept += 4 * (longest + BLOCK_QUERIES)
+        kept += 4 * (longest / 2 + BLOCK_QUERIES)  # on average a token sees half of its sequence
         kept += 0 if learner.activation_checkpointing else 4 * 2 * k * (MOST_COPIES - 1) * shape.layers
     has_reference = reference_adapter(learner, lora) is not None
     return LearnerMemory(

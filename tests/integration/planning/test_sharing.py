@@ -342,12 +342,12 @@ def test_learner_on_the_cpu_goes_without_checkpointing_in_a_quarter_of_the_memor
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(limit),))
     made = {}
-    for gib, num_ranks in ((4, 1), (2, 1), (4, 2), (1, 1)):
+    for gib, num_ranks in ((6, 1), (3, 1), (6, 2), (1, 1)):
         limit.write_text(f"{gib * GIB}\n")
         on_cpu = {"engine": {"devices": ("cpu",)}, "learner": {"devices": ("cpu",) * num_ranks}}
         learner = plan(model="builtin:tiny", **on_cpu).config.learner
         made[gib, num_ranks] = learner.activation_checkpointing, learner.max_tokens_per_micro_batch
-    assert made == {(4, 1): (False, 16_384), (2, 1): (False, 8192), (4, 2): (False, 8192), (1, 1): (True, 16_384)}
+    assert made == {(6, 1): (False, 16_384), (3, 1): (False, 8192), (6, 2): (False, 8192), (1, 1): (True, 16_384)}
 
 
 def test_fused_kernels_need_a_gpu_and_their_package(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
