@@ -82,10 +82,12 @@ class Results:
         """Return the results of `one` against `other`; None if they did not meet."""
         return self._met.get((one, other))
 
-    def total(self, uid: str) -> Result:
-        """Return the results of a model against all others; a game of three models counts twice."""
-        of_pairs = [result for (one, _), result in self._met.items() if one == uid]
-        return Result(*map(sum, zip(*of_pairs, strict=True))) if of_pairs else Result(0)
+    def totals(self) -> dict[str, Result]:
+        """Return the results of each model against all others; a game of three models counts twice."""
+        of_pairs: dict[str, list[Result]] = {}
+        for (uid, _), result in self._met.items():
+            of_pairs.setdefault(uid, []).append(result)
+        return {uid: Result(*map(sum, zip(*results, strict=True))) for uid, results in of_pairs.items()}
 
     def opponents(self, uids: Sequence[str]) -> list[str]:
         """Return those of these models that met others of them, those with the most games first."""

@@ -258,16 +258,15 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue.
 
-    A path is whole: if it does not fit behind its words it has its own row, and it is left out if it is longer still.
+    A command is whole: if it does not fit beside its label it has its own row, and "…" is shown if it is longer still.
     """
     is_over, lines = view.ending == "ended" and view.num_updates >= view.learning_steps, list[Text]()
     steps = next_commands(view.directory, False, is_over)
     for label in ("best checkpoint", "report", "to continue"):
         words, path = steps.get(label, ("", ""))
-        row, below = Text(f"{label:<15}  {words} {path}"), Text(path)
+        row, below = Text(f"{label:<15}  {words} {path}"), Text(f"{words} {path}")
         if words and row.cell_len > width:
-            row, below = Text(f"{label:<15}  {words}"), below if below.cell_len <= width else Text("…")
-            lines += [row, below]
+            lines += [Text(label), below if below.cell_len <= width else Text("…")]
         elif words:
             lines.append(row)
     return lines

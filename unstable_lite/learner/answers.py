@@ -39,5 +39,6 @@ class AnswerScores:
         items = [
             unsampled(encode(prompt), complete(prompt, text, stop)) for prompt, texts in questions for text in texts
         ]
-        logp = torch.tensor([float(each.double().sum()) for each in self._policy.item_logprobs(items)]).double()
+        sums = [float(each.double().sum()) for each in self._policy.item_logprobs(items)]
+        logp = torch.tensor(sums, dtype=torch.float64)
         return list(torch.split(logp, [len(texts) for _, texts in questions]))

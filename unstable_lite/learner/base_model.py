@@ -17,6 +17,7 @@ from unstable_lite.config.training import LoraConfig, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.learner import forest
 from unstable_lite.models import model_errors
+from unstable_lite.models.layers import no_forest
 from unstable_lite.models.loading import EVENT, load_model, text_part
 
 ADAPTER = "default"
@@ -61,7 +62,9 @@ def load_base(
             # Straight to the GPU; PEFT would take a CPU in such a map for offloaded layers.
             device_map={"": device} if device.type == "cuda" else None,
         )
-    forest.attend(base)
+    is_emulated = device.type == "cpu" and dtype == torch.bfloat16
+    if is_emulated or not no_forest(base.config.to_dict(), trust_remote_code):
+        forest.attend(base)
     return base.to(device)  # type: ignore[no-any-return]
 
 

@@ -260,10 +260,10 @@ def _groups(
     for first, longest in enumerate(length_S.tolist()):
         most = min(max_rows or num, num - first)
         if shared_S is None:
-            size_G = longest * np.arange(1, most + 1)
+            size_G = longest * np.arange(1, max(1, min(most, max_tokens // longest)) + 1)
         else:
-            size_G = longest + sum_S[first : first + most] - sum_S[first]
-        size_G = size_G[: max(1, int(np.searchsorted(size_G, max_tokens, side="right")))]
+            fitting = int(np.searchsorted(sum_S, sum_S[first] + max_tokens - longest, side="right")) - first
+            size_G = longest + sum_S[first : first + max(1, min(most, fitting))] - sum_S[first]
         stop_G = first + 1 + np.arange(len(size_G))
         cost_G = cost[first] + batch_cost + size_G
         is_better_G = cost_G < cost[stop_G]
@@ -311,7 +311,9 @@ def lay_out(
         target_U=torch.from_numpy(tokens_BT.ravel()[node_U[: 0 if of_prompts else None]]),
         index_N=torch.from_numpy(index_N),
         item_N=torch.from_numpy(np.repeat(np.arange(len(trained)), repeats)),
-        behaviour_logp_N=torch.from_numpy(np.concatenate([nothing, *(item.logprobs for item in trained)])),
+        behaviour_logp_N=torch.from_numpy(
+            np.concatenate([nothing, *(item.logprobs for item in trained)]).astype(np.float32)
+        ),
         advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
         weight_N=torch.from_numpy(np.concatenate([nothing, *weights]).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),

@@ -55,8 +55,9 @@ class Forest:
         """Return the forest's queries in order, with the tokens that they see."""
         index_T, num_tokens = torch.arange(len(self.depth_T), device=self.depth_T.device), len(self.depth_T)
         blocks = []
-        for first in range(0, num_tokens, BLOCK_QUERIES):
-            query_Q = index_T[first : first + BLOCK_QUERIES]
+        size = _block_queries.get()
+        for first in range(0, num_tokens, size):
+            query_Q = index_T[first : first + size]
             # Of the tokens before a block its queries see those that are ancestors of its first one.
             key_K = torch.cat([index_T[:first][self.end_T[:first] > first], query_Q])
             is_seen_QK = self.sees(query_Q[:, None], key_K, rule)
@@ -95,6 +96,17 @@ def _summand_of(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _forest: ContextVar[Forest | None] = ContextVar("forest", default=None)
+_block_queries = ContextVar("block_queries", default=BLOCK_QUERIES)
+
+
+@contextlib.contextmanager
+def of_blocks(num_queries: int) -> Iterator[None]:
+    """Attend in blocks of another size in the body."""
+    token = _block_queries.set(num_queries)
+    try:
+        yield
+    finally:
+        _block_queries.reset(token)
 
 
 @contextlib.contextmanager
@@ -113,7 +125,7 @@ def reading(forest: Forest | None) -> Iterator[dict[str, Tensor]]:
 
 def attend(base: transformers.PreTrainedModel) -> None:
     """Let a model attend over forests and rows, unless it computes attention itself; then its masks do."""
-    if base.config._attn_implementation == "sdpa":
+    if base.get_decoder().config._attn_implementation == "sdpa":  # type: ignore[no-untyped-call]
         base.set_attn_implementation(NAME)
 
 
@@ -182,7 +194,7 @@ def _attend_in_blocks(
 
     parts = zip(torch.split(query, [block.num_queries for block in blocks], 2), blocks, strict=True)
     if sum(len(block.key_K) for block in blocks) > MOST_COPIES * query.shape[2]:
-        attend = partial(checkpoint, attend, use_reentrant=False)
+        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([attend(part, key, value, block) for part, block in parts], 2)
 
 

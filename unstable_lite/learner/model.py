@@ -39,6 +39,8 @@ from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
+EAGER_TOKENS = 1024
+"""Tokens of a forest for a model that computes attention itself, unless a sequence has more than half as many."""
 AVERAGE = "average"
 """Name of the moving average of the adapter, and of its directory in a saved state."""
 _BASE = "base_model.model."
@@ -52,7 +54,7 @@ class Policy:
         torch.manual_seed(config.run.seed)
         self.device = torch.device(device)
         self.dtype = choose_dtype(config.learner.dtype, self.device)
-        self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
+        self._seed, self.has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
@@ -78,7 +80,7 @@ class Policy:
         self.model.eval()
         self._check_head()
         self._train()
-        self.layout: batching.Layout = "separate" if config.lora.lora_dropout else "rows"
+        self.layout: batching.Layout = "rows"
         self.warning = layout.choose(self, config)
         """Reason of a layout of rows, if a forest was expected."""
         distributed.copy_from_first(self.parameters)
@@ -151,21 +153,22 @@ class Policy:
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        batches = batching.make_micro_batches(
-            items,
-            self.max_tokens_per_micro_batch,
-            self._max_rows,
-            share or self.share,
-            self.device.type,
-            self.layout,
-        )
-        for batch in batches:
-            yield batch.to(self.device)
+        yield from self._micro_batches(items, self._max_rows, share or self.share)
 
     def prompt_batches(self, items: Sequence[TrainItem], max_rows: int | None) -> Iterator[batching.MicroBatch]:
         """Yield batches of the prompts of this rank's share of `items`, of any length."""
-        limits, device = (self.max_tokens_per_micro_batch, max_rows), self.device.type
-        for batch in batching.make_micro_batches(items, *limits, self.share, device, self.layout, of_prompts=True):
+        yield from self._micro_batches(items, max_rows, self.share, of_prompts=True)
+
+    def _micro_batches(
+        self, items: Sequence[TrainItem], max_rows: int | None, share: batching.Share, of_prompts: bool = False
+    ) -> Iterator[batching.MicroBatch]:
+        layout, limit = self.layout, self.max_tokens_per_micro_batch
+        if self.has_dropout and torch.is_grad_enabled():
+            layout = "separate"
+        elif layout == "forest" and self._base.config._attn_implementation == "eager":
+            # It keeps a number for each pair of tokens of a forest.
+            limit = min(limit, max(EAGER_TOKENS, 2 * max(map(batching.length, items), default=0)))
+        for batch in batching.make_micro_batches(items, limit, max_rows, share, self.device.type, layout, of_prompts):
             yield batch.to(self.device)
 
     @property
@@ -175,7 +178,7 @@ class Policy:
 
     def draw_apart(self, version: int) -> None:
         """Give each other rank its own random stream for dropout; rank 0 keeps that of its state."""
-        if self._has_dropout and distributed.rank():
+        if self.has_dropout and distributed.rank():
             torch.manual_seed(derive_seed(self._seed, "dropout", version, distributed.rank()))
 
     def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ OTHER_TYPES = frozenset(
 """Types of layers that keep anything else than a key and a value of each token."""
 RECURRENT_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_value_heads")
 """Keys of models whose first layer is recurrent if they list no types."""
+INDEXED = ("gpt_neo", "openai-gpt")
+"""Types of models that hide tokens by their index, and not by their position, beyond the first hundreds."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys with the number of tokens to which layers of some type attend."""
 NO_LIMIT = 1 << 62
@@ -47,16 +49,19 @@ def refusal(path: str, layer: str, remedy: str = "") -> str:
     return f"{path}: {layer}, which the embedded engine does not compute; {remedy}{ADVICE}"
 
 
-def no_forest(model: Mapping[str, Any]) -> str:
+def no_forest(model: Mapping[str, Any], has_own_code: bool) -> str:
     """Return why a learner computes each sequence by itself, and not a forest of their prefixes; "" if it does not.
 
-    `model`: content of config.json. A learner also compares forest and sequences when it starts.
+    `model`: content of config.json. has_own_code: whether code of the model's directory may run. A learner also
+    compares forest and sequences when it starts, but of few tokens.
     """
     text = model.get("text_config") or model
-    if model.get("auto_map"):
+    if model.get("auto_map") and has_own_code:
         return "its code comes with the model"
-    if text.get("alibi"):
-        return "its attention depends on the index of a token (alibi)"
+    if text.get("alibi") or text.get("attn_temperature_tuning") or text.get("model_type") in INDEXED:
+        return "its attention depends on the index of a token"
+    if text.get("index_topk"):
+        return "its attention chooses the tokens that it sees"
     return next((layer for layer, _ in _recurrent(text)), "")
 
 

@@ -114,8 +114,8 @@ class Plan(Placement):
         """Return whether the learner is expected to compute them once."""
         file = Path(resolve_model(self.config.model_name)) / "config.json"
         if self.config.lora.lora_dropout:
-            return "computed for each step, because lora.lora_dropout differs from step to step"
-        if file.is_file() and (reason := no_forest(read_json(file))):
+            return "computed for each step in an update, because lora.lora_dropout differs from step to step"
+        if file.is_file() and (reason := no_forest(read_json(file), self.config.trust_remote_code)):
             return f"computed for each step, because {reason}"
         return "computed once, if the learner's comparison at its start agrees"
 

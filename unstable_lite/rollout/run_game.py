@@ -36,7 +36,6 @@ from unstable_lite.games.players.scripted import ScriptedPlayer
 from unstable_lite.league.ratings import team_scores
 from unstable_lite.rng import derive_seed, digest_of
 from unstable_lite.types import (
-    BUDGET_SPENT,
     CONTEXT_FULL,
     ENV_LOST,
     ENV_RAISED,
@@ -286,12 +285,9 @@ def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
 
 
 class GameRunner:
-    def __init__(
-        self, seats: PlayerFactory, config: RunConfig, environments: EnvPool | None = None, needs_all: bool = False
-    ) -> None:
-        """Create a runner. needs_all: whether a game that fails because of an opponent counts as one of its env."""
+    def __init__(self, seats: PlayerFactory, config: RunConfig, environments: EnvPool | None = None) -> None:
+        """Create a runner. Without `environments`, every env runs in this process."""
         self._seats = seats
-        self._needs_all = needs_all
         self._config = config
         self._environments = environments
         self._failures_in_a_row: Counter[str] = Counter()
@@ -377,8 +373,7 @@ class GameRunner:
         if record.end == "void" or not isinstance(error, EnvRaised):
             record.end, record.error, reason = "void", described(error), reason_of(error)
             record.reason = EnvError.reason if reason == ENV_RAISED else reason  # at a turn of an earlier game
-        is_opponents = isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG
-        if record.reason in (ENV_LOST, BUDGET_SPENT) or (is_opponents and not self._needs_all):
+        if record.reason == ENV_LOST or (isinstance(error, OpponentError) and record.reason != PROMPT_TOO_LONG):
             log.warning("void game %d of %s: %s", spec.game_idx, env_id, record.error)
             return  # no reason to end the run
         actions = [(turn.pid, turn.action) for turn in record.turns]
@@ -388,7 +383,7 @@ class GameRunner:
             return
         self._failures_in_a_row[env_id] += 1
         if (failures := self._failures_in_a_row[env_id]) >= MAX_VOID_GAMES:
-            remedy = "Correct that line" if users_frame(error) else "Name other players, or leave out the env"
+            remedy = "Correct that line" if users_frame(error) else "Remove the env from the config"
             raise EnvError(
                 f"{failures} games of {env_id} in a row failed, the last one with {record.error} (seed {spec.seed}, "
                 f"actions {actions}). {remedy}, or see logs/orchestrator.log for the tracebacks."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import shutil
 import time
@@ -21,7 +22,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import is_adapter, is_frozen
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import MISTAKES, UnstableError
+from unstable_lite.errors import MISTAKES, EnvError, UnstableError
 from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
 from unstable_lite.evaluation.models import opponent
 from unstable_lite.files import to_line
@@ -37,11 +38,13 @@ from unstable_lite.planning.validation import find_worker_problems, frozen_probl
 from unstable_lite.plugins import environment_without_keys
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.rollout.collector import play_all
-from unstable_lite.rollout.run_game import GameRunner
+from unstable_lite.rollout.run_game import MAX_VOID_GAMES, GameRunner
 from unstable_lite.sft.pairs import PAIRS, Pair, pairs_of_game, read_pairs
 from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.worker_main import last_words
-from unstable_lite.types import GameRecord, GameSpec, ModelRef
+from unstable_lite.types import ENV_LOST, GameRecord, GameSpec, ModelRef
+
+log = logging.getLogger(__name__)
 
 HOW = "sft.json"
 MAX_GAMES = 10_000
@@ -113,13 +116,17 @@ def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False)
     """
     started, config, sft = time.monotonic(), plan.config, plan.config.sft
     pairs_file, collected, metrics, left_out = sft.output / PAIRS, None, None, Counter[str]()
-    (logs := sft.output / "logs").mkdir(parents=True, exist_ok=True)
+    env_ids, logs = {env.env_id for env in config.train_envs}, sft.output / "logs"
+    pairs = [] if sft.data is None else read_pairs(sft.data, env_ids)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnstableError(f"sft.output = {sft.output}: {error.strerror}; choose another") from error
     with log_file(logs / "orchestrator.log"):
         if sft.data is None:
             collected = asyncio.run(_collect(plan, pairs_file, terminal))
-            left_out += collected.left_out
-        pairs = read_pairs(sft.data or pairs_file, {env.env_id for env in config.train_envs})
-        if sft.data is not None and sft.data.resolve() != pairs_file.resolve():
+            left_out, pairs = collected.left_out, read_pairs(pairs_file, env_ids)
+        elif sft.data.resolve() != pairs_file.resolve():
             shutil.copyfile(sft.data, pairs_file)
         if not collect_only:
             terminal.say(f"training on {len(pairs)} pairs")
@@ -188,6 +195,7 @@ def _train(plan: Plan, pairs: Sequence[Pair], progress: TerminalInterface) -> tu
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             return FineTuner(plan.config, device if isinstance(device, str) else "cuda:0").fine_tune(pairs, progress)
     except (*MISTAKES, ImportError, RuntimeError, MemoryError) as error:
+        log.exception("training failed")
         raise UnstableError(last_words(error).error) from error
     finally:
         progress.stop()
@@ -217,11 +225,15 @@ async def collect_pairs(
     Raises a group with an EnvError if games keep failing, with a WorkerDied if an engine dies.
     """
     collected, finished, is_enough = Collected(), dict[int, GameRecord](), asyncio.Event()
-    runner = GameRunner(seats, config.run, environments, needs_all=True)
+    runner, voids_in_a_row = GameRunner(seats, config.run, environments), 0
 
     async def play(number: int) -> None:
+        nonlocal voids_in_a_row
         finished[number] = await runner.play(_game(config, players, number))
         while not is_enough.is_set() and (record := finished.pop(collected.games, None)) is not None:
+            voids_in_a_row = voids_in_a_row + (record.reason != ENV_LOST) if record.end == "void" else 0
+            if voids_in_a_row == MAX_VOID_GAMES and not seats.spent:
+                raise EnvError(f"{MAX_VOID_GAMES} games in a row failed; the last one: {record.error}")
             pairs, left_out = pairs_of_game(record, config.sft)
             pairs = pairs[: config.sft.pairs - collected.pairs]
             collected.pairs += len(pairs)

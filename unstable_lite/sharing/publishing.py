@@ -89,6 +89,8 @@ class Publication:
         self.run, self.repository, self.license = run.resolve(), repository, license
         self.merges, self._with_options = merges, with_options
         which = f"ckpt-{checkpoint}" if checkpoint.isdecimal() else NEWEST if checkpoint == "last" else checkpoint
+        if not re.fullmatch(rf"ckpt-\d+|{NEWEST}|best", which):
+            raise ConfigError(f"--checkpoint {checkpoint}: give the number of an update, 'best' or 'last'")
         self.adapter = find_adapter(f"{RUN}{self.run}/{which}")
         # Only the base's own code can run, and only if it is loaded here.
         self.config = checked_config(run_config(run, (), trusts_config) if merges else run / CONFIG)

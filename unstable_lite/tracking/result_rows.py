@@ -184,6 +184,11 @@ def side_by_side(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | N
     return [[of_run.get(key) for of_run in by_key] for key in sorted(keys, key=lambda key: key[0])]
 
 
+def with_games(rows: Sequence[ResultRow]) -> ResultRow:
+    """Return the first of one or more rows that has a game with a result, or the first: its facts stand for all."""
+    return next((row for row in rows if row.newest.n), rows[0])
+
+
 def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
     """Return the rows of several seeds together, with the updates at which all of them were evaluated.
 
@@ -191,7 +196,8 @@ def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
     """
     together = []
     for line in side_by_side(of_seeds):
-        rows = [row for row in line if row is not None]
+        known = [row for row in line if row is not None]
+        rows = [row for row in known if row.newest.n] or known[:1]
         seeds = [row for row in rows if len(row.evaluations) > 1] or rows
         by_update = [{one.step: one for one in row.evaluations} for row in seeds]
         if len(seeds) == 1:

@@ -326,6 +326,12 @@ def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_pat
     assert "vllm serve 'org/x\"; import os #$(id)' --enable-lora" in card
 
 
+@pytest.mark.parametrize("checkpoint", ["../other/best", "typo", "ckpt-1/../ckpt-2"])
+def test_checkpoint_of_no_update_is_refused(run: Path, checkpoint: str) -> None:
+    code, output = push(run, "me/nim", "--checkpoint", checkpoint)
+    assert code == 1 and f"--checkpoint {checkpoint}: give the number of an update" in " ".join(output.split())
+
+
 def test_run_without_a_checkpoint_is_refused(run: Path) -> None:
     for checkpoint in ("ckpt-1", "ckpt-2"):
         (run / "checkpoints" / checkpoint).rename(run / checkpoint)

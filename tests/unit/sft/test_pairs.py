@@ -229,6 +229,22 @@ async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players):
     assert one != other
 
 
+@pytest.mark.parametrize("players", [("base", "scripted:random", "scripted:optimal"), ("base",)])
+async def test_failing_player_ends_the_collection_only_if_all_games_in_a_row_fail(players):
+    """Failed games end first, but count in the order of their numbers."""
+
+    async def generate(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        raise OpponentError("is away")
+
+    given = sft_config(players=players, filter=(), workers=64)
+    if len(players) > 1:
+        pairs, collected = await collect(given, generate)
+        assert len(pairs) == 40 and collected.void_games > 10
+    else:
+        with pytest.raises(EnvError, match="20 games in a row failed; .* is away"):
+            await collect(given, generate)
+
+
 async def test_games_lost_with_their_env_process_are_no_failures_in_a_row():
     calls = itertools.count()
 

@@ -7,7 +7,7 @@ import pytest
 
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import student
-from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows, to_markdown
+from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows, to_markdown, with_games
 
 
 def evaluation(step: int, wins: int, losses: int, opponent: str = "scripted:random", seats: int = 2) -> Evaluation:
@@ -134,6 +134,14 @@ def test_seeds_are_compared_at_the_updates_that_all_of_them_reached() -> None:
     (found,) = seeds_rows([[whole], [row(evaluation(0, 160, 240))]])
     assert found is whole  # the other has no later result
     assert seeds_rows([[row(evaluation(0, 1, 1))], [row(evaluation(20, 1, 1))]]) == []
+
+
+def test_seed_whose_games_were_all_void_is_left_out_of_the_seeds():
+    played = row(evaluation(0, 160, 240), evaluation(20, 200, 200))
+    void = row(*(replace(one, n=0, wins=0, losses=0, void=12, mean_reward=math.nan) for one in played.evaluations))
+    assert seeds_rows([[void], [played]]) == [played]
+    assert seeds_rows([[void], [void]]) == [void]
+    assert with_games([void, played]) is played and with_games([void]) is void
 
 
 @pytest.mark.parametrize("is_share", [True, False], ids=["points", "reward"])

@@ -18,7 +18,7 @@ from unstable_lite.dashboards.run_directory import Group, RunData
 from unstable_lite.tracking.displayed_metrics import METRICS, TOPICS, Metric, is_share, metrics_of_env
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.intervals import percent, percent_range, points_interval, seeds_interval
-from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, seeds_rows, side_by_side
+from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, seeds_rows, side_by_side, with_games
 from unstable_lite.types import BASE
 
 OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
@@ -65,7 +65,7 @@ def evaluation_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     charts = []
     for of_runs in side_by_side([run.rows for run in runs]):
         known = [row for row in of_runs if row is not None]
-        row, references = known[0], {row.reference for row in known}
+        row, references = with_games(known), {row.reference for row in known}
         explain = "Games beside the training ones." if row.is_concurrent else "Games that are not trained on."
         chart: dict[str, Any] = {"name": _tag(row), "title": row.title, "explain": explain}
         if len(references) == 1:

@@ -27,7 +27,7 @@ from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import Group, RunData
 from unstable_lite.tracking.displayed_metrics import duration, is_share
 from unstable_lite.tracking.intervals import percent
-from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown
+from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown, with_games
 from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
@@ -100,6 +100,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
     environment.filters |= {"about": about, "duration": duration, "spikes": spike_texts}
+    environment.filters["with_games"] = with_games
     environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
     return environment.get_template("page.html.jinja")
 
@@ -165,7 +166,7 @@ def _ladder(league: League) -> list[dict[str, Any]]:
 
     Bars are shares of the widest. `matters`: whether a printed page shows the model.
     """
-    ladder, met = league.ladder, league.results.games
+    ladder, met, totals = league.ladder, league.results.games, league.results.totals()
     rated = [one for one in ladder if met[one.uid]]
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
@@ -175,7 +176,7 @@ def _ladder(league: League) -> list[dict[str, Any]]:
         | {
             "role": ", ".join(["current"] * one.is_current + ["strongest"] * (one.uid == strongest)),
             "matters": one in matters,
-            "results": league.results.total(one.uid),
+            "results": totals.get(one.uid, Result(0)),
             "from": (one.mu - 2 * one.sigma - low) / (high - low),
             "to": (one.mu + 2 * one.sigma - low) / (high - low),
         }
