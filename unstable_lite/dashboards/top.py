@@ -262,12 +262,15 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """
     is_over, lines = view.ending == "ended" and view.num_updates >= view.learning_steps, list[Text]()
     steps = next_commands(view.directory, False, is_over)
-    for label in ("best checkpoint", "report", "to continue"):
-        words, path = steps.get(label, ("", ""))
-        row, below = Text(f"{label:<15}  {words} {path}"), Text(f"{words} {path}")
-        if words and row.cell_len > width:
-            lines += [Text(label), below if below.cell_len <= width else Text("…")]
-        elif words:
+    for label in filter(steps.__contains__, ("best checkpoint", "report", "to continue")):
+        words, path = steps[label]
+        row = Text(f"{label:<15}  {words} {path}")
+        if row.cell_len > width:
+            row, below = Text(label), Text(f"{words} {path}")
+            if label == "best checkpoint":
+                row, below = Text(f"{label:<15}  {words}"), Text(path)
+            lines += [row, below if below.cell_len <= width else Text("…")]
+        else:
             lines.append(row)
     return lines
 
