@@ -193,7 +193,7 @@ class Publication:
             templates=templates,
             fence="`" * max(3, 1 + max(map(len, backticks), default=0)),
             evaluations=self._evaluations(),
-            packages=json.loads((self.run / VERSIONS).read_text(encoding="utf-8"))["packages"],
+            packages=dict(json.loads((self.run / VERSIONS).read_text(encoding="utf-8"))["packages"]),
         )
 
     def _front_matter(self) -> str:
