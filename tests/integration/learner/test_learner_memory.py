@@ -80,7 +80,8 @@ def test_update_after_oom_equals_one_with_smaller_micro_batches(
     assert is_equal(snapshot(starved), snapshot(modest))
     assert (starved_reply.metrics["oom_retries"], expected.metrics["oom_retries"]) == (1, 0)
     assert starved_reply.metrics["max_tokens_per_micro_batch"] == 4 * longest
-    apart = dict.fromkeys(("oom_retries", "seconds", "tokens_per_s"), 0)
+    # The mismatch is measured before memory runs out, in larger forests, which round otherwise.
+    apart = dict.fromkeys(("oom_retries", "seconds", "tokens_per_s", "mismatch_mean", "mismatch_max"), 0)
     assert starved_reply.metrics | apart == expected.metrics | apart
 
 
