@@ -241,7 +241,7 @@ async def test_failing_player_ends_the_collection_only_if_all_games_in_a_row_fai
         pairs, collected = await collect(given, generate)
         assert len(pairs) == 40 and collected.void_games > 10
     else:
-        with pytest.raises(EnvError, match="20 games in a row failed; .* is away"):
+        with pytest.raises(EnvError, match=r"20 games in a row failed; .* is away"):
             await collect(given, generate)
 
 
