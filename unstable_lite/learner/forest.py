@@ -61,7 +61,7 @@ class Forest:
             # Of the tokens before a block its queries see those that are ancestors of its first one.
             key_K = torch.cat([index_T[:first][self.end_T[:first] > first], query_Q])
             is_seen_QK = self.sees(query_Q[:, None], key_K, rule)
-            blocks.append(Block(len(query_Q), key_K, _summand_of(is_seen_QK, torch.float32)))
+            blocks.append(Block(key_K, _summand_of(is_seen_QK, torch.float32)))
         return blocks
 
     def block_mask(self, rule: Rule) -> BlockMask:
@@ -83,7 +83,6 @@ class Forest:
 class Block:
     """Queries that attend together: the next ones of the forest."""
 
-    num_queries: int
     key_K: Tensor
     """Tokens that one of them may see."""
     mask_QK: Tensor
@@ -192,7 +191,7 @@ def _attend_in_blocks(
             part, *seen, attn_mask=block.mask_QK.to(part.dtype), scale=scaling, enable_gqa=is_grouped
         )
 
-    parts = zip(torch.split(query, [block.num_queries for block in blocks], 2), blocks, strict=True)
+    parts = zip(torch.split(query, [len(block.mask_QK) for block in blocks], 2), blocks, strict=True)
     if sum(len(block.key_K) for block in blocks) > MOST_COPIES * query.shape[2]:
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([attend(part, key, value, block) for part, block in parts], 2)

@@ -65,9 +65,13 @@ def no_forest(model: Mapping[str, Any], has_own_code: bool) -> str:
     return next((layer for layer, _ in _recurrent(text)), "")
 
 
+def _layer_types(text: Mapping[str, Any]) -> list[str]:
+    return next((text[key] for key in LAYER_LISTS if text.get(key)), [])
+
+
 def _recurrent(text: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each layer in which a token depends on others than by attention, and no remedy."""
-    types: list[str] = next((text[key] for key in LAYER_LISTS if text.get(key)), [])
+    types = _layer_types(text)
     for index, kind in enumerate(types):
         if kind in OTHER_TYPES:
             yield f"layer {index} is of type {kind!r}", ""
@@ -78,7 +82,7 @@ def _recurrent(text: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, str]]:
     """Yield number and property of each layer that is not supported, and the remedy that it alone has."""
     yield from _recurrent(text)
-    types: list[str] = next((text[key] for key in LAYER_LISTS if text.get(key)), [])
+    types = _layer_types(text)
     if (chunk := text.get("attention_chunk_size") or max_len) < max_len:
         # Llama 4 attends within chunks in the layers that rotate.
         is_chunked = [kind == "chunked_attention" for kind in types] or text.get("no_rope_layers") or [True]

@@ -256,7 +256,7 @@ def test_ctrl_c_interrupts_an_evaluation(tmp_path: Path) -> None:
     out = runs.output_of(runs.finish(process, 60))
     assert re.search(r"evaluation before: Nim-v0-train, \d+ of 100000 games", out)
     assert re.search(r"^updates +0 of \d+$", out, re.M)
-    assert "--resume" not in out  # there is no checkpoint yet
+    assert "--resume" not in out  # the run has no checkpoint
     assert (runs.run_directory(tmp_path) / "eval.jsonl").read_text() == ""
 
 
