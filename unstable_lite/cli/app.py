@@ -223,9 +223,9 @@ def main() -> None:
 
 
 def print_summary(summary: Summary) -> None:
-    from unstable_lite.dashboards.next_steps import command
+    from unstable_lite.dashboards.next_steps import command, next_commands
     from unstable_lite.dashboards.terminal import evaluation_tables, key_value_lines, print_lines, remark_lines
-    from unstable_lite.tracking.displayed_metrics import Totals, duration
+    from unstable_lite.tracking.displayed_metrics import duration
 
     out = console()
     for table in evaluation_tables(summary.results):
@@ -235,18 +235,25 @@ def print_summary(summary: Summary) -> None:
     planned = f" of {summary.planned_updates}" * (summary.updates < summary.planned_updates)
     skipped = f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates)
     since = " since the resume" * summary.is_resumed
-    totals = Totals(summary.games, summary.eval_games, summary.void_games, summary.seconds)
     dropped, played = summary.dropped_stale_steps, summary.played_steps
     dropped_shown = f"{dropped}" + (f" of {played} ({percent(dropped / played)})" if played else "")
     dropped_shown += f"; most of {summary.most_dropped}" if summary.most_dropped else ""
     rows = [
         ("updates", f"{summary.updates}{planned}{skipped}"),
-        ("games", totals.games_text),
+        ("games", summary.games_text),
         *[("ended early", text) for text in summary.ended_early],
         ("stale steps dropped", dropped_shown),
-        ("time", f"{duration(totals.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
+        ("time", f"{duration(summary.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
     ]
-    paths = _paths(summary, is_over=not planned or summary.stopped_by is not None)
+    directory, has_opponent = summary.directory, any(row.has_opponent for row in summary.results)
+    is_over = not planned or summary.stopped_by is not None
+    paths = [
+        ("run directory", str(directory)),
+        *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
+        ("games, turn by turn", str(directory / "games.jsonl")),
+        ("curves", shlex.join(["tensorboard", "--logdir", str(directory / "tensorboard")])),
+        *((name, " ".join(words)) for name, words in next_commands(directory, has_opponent, is_over).items()),
+    ]
     lines = key_value_lines([*rows, *paths]).split("\n")
     print_lines(out, "\n".join(lines[: len(rows)]))
     out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # copied text must have no line breaks
@@ -256,20 +263,6 @@ def print_summary(summary: Summary) -> None:
         way_on = f"{summary.checkpoint}; to continue regardless: {command('run', '--resume', summary.directory)}"
         saved = way_on if summary.checkpoint else "none, because no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
-
-
-def _paths(summary: Summary, is_over: bool) -> list[tuple[str, str]]:
-    """Return where the run's files are, and the commands that come next."""
-    from unstable_lite.dashboards.next_steps import next_commands
-
-    directory, has_opponent = summary.directory, any(row.has_opponent for row in summary.results)
-    return [
-        ("run directory", str(directory)),
-        *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
-        ("games, turn by turn", str(directory / "games.jsonl")),
-        ("curves", shlex.join(["tensorboard", "--logdir", str(directory / "tensorboard")])),
-        *((name, " ".join(words)) for name, words in next_commands(directory, has_opponent, is_over).items()),
-    ]
 
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:

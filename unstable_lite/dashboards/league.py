@@ -63,20 +63,26 @@ class Result(NamedTuple):
         return points_interval(self.won, self.drawn, self.lost)
 
 
-class Results:
-    """Results of all pairs of different models."""
+class League:
+    """Ratings of models, and the results of all pairs of different ones."""
 
     def __init__(self) -> None:
         self.games = Counter[str]()
         """Number of games against other models by uid; a game of three models counts twice for each."""
         self._met: dict[tuple[str, str], Result] = {}
+        self._standings: dict[str, Standing] = {}
 
-    def set(self, one: str, other: str, result: Result) -> None:
-        """Set the results of `one` against `other`, in place of earlier ones."""
-        new_games = result.games - self._met.get((one, other), Result(0)).games
-        self._met[one, other] = result
-        self._met[other, one] = Result(result.games, result.lost, result.drawn, result.won)
-        self.games.update({one: new_games, other: new_games})
+    def add(self, models: Mapping[str, Sequence[Any]], matches: Iterable[Sequence[Any]]) -> None:
+        """Add one line of league.jsonl, whose results take the place of earlier ones."""
+        for uid, row in models.items():
+            self._standings[uid] = Standing(uid, *row)
+        for one, other, *counts in matches:
+            if one != other:
+                result = Result(*counts)
+                new_games = result.games - self._met.get((one, other), Result(0)).games
+                self._met[one, other] = result
+                self._met[other, one] = Result(result.games, result.lost, result.drawn, result.won)
+                self.games.update({one: new_games, other: new_games})
 
     def of(self, one: str, other: str) -> Result | None:
         """Return the results of `one` against `other`; None if they did not meet."""
@@ -94,25 +100,10 @@ class Results:
         games = Counter({uid: sum(met.games for other in uids if (met := self.of(uid, other))) for uid in uids})
         return [uid for uid, num_games in games.most_common() if num_games]
 
-
-class League:
-    def __init__(self) -> None:
-        self.results = Results()
-        self._standings: dict[str, Standing] = {}
-
-    def add(self, models: Mapping[str, Sequence[Any]], matches: Iterable[Sequence[Any]]) -> None:
-        """Add one line of league.jsonl."""
-        for uid, row in models.items():
-            self._standings[uid] = Standing(uid, *row)
-        for one, other, *counts in matches:
-            if one != other:
-                self.results.set(one, other, Result(*counts))
-
     @property
     def ladder(self) -> list[Standing]:
         """Models with games against others and the current policy, by μ − 2σ; the rest only inherited their ratings."""
-        games = self.results.games
-        met = [standing for standing in self._standings.values() if games[standing.uid] or standing.is_current]
+        met = [standing for standing in self._standings.values() if self.games[standing.uid] or standing.is_current]
         return sorted(met, key=lambda standing: 2 * standing.sigma - standing.mu)
 
 
@@ -174,25 +165,25 @@ def ladder_lines(league: League, width: int, height: int, has_results: bool) -> 
 
     has_results: whether there are columns with the results against these models, as far as they fit.
     """
-    results, ladder = league.results, league.ladder
-    strongest, title = find_strongest(ladder, results.games), Text("ladder", style="bold")
-    if not any(results.games.values()):
+    ladder, games = league.ladder, league.games
+    strongest, title = find_strongest(ladder, games), Text("ladder", style="bold")
+    if not any(games.values()):
         return [title, Text("no games between different models yet")]
     # Not the past checkpoints, of which others would be shown at each update.
     lasting = [row for row in ladder if row.is_current or row.uid in (*STARTS, strongest) or _is_fixed(row.uid)]
-    shown = choose(lasting, results.games, height - 1)
+    shown = choose(lasting, games, height - 1)
     title.append(f" {len(shown)} of {len(ladder)} models", style="dim not bold")
     table = [[title, Text("μ ± σ", style="dim"), Text("games", style="dim")]]
     for row in shown:
         roles = " newest" * row.is_current + " strongest" * (row.uid == strongest)
         rating = Text(f"{row.mu:.1f} ± {row.sigma:.1f}")
-        table.append([Text.assemble(_short(row.uid), (roles, "bold")), rating, Text(f"{results.games[row.uid]:,}")])
+        table.append([Text.assemble(_short(row.uid), (roles, "bold")), rating, Text(f"{games[row.uid]:,}")])
     lines = aligned(table, "lrr", width)
     uids = [row.uid for row in shown]
-    for opponent in results.opponents(uids) if has_results else ():
+    for opponent in league.opponents(uids) if has_results else ():
         head = Text(f"vs {_short(opponent)}", style="dim")
         head.truncate(LONGEST_HEAD, overflow="ellipsis")
-        column = [head, *(_cell(results.of(uid, opponent), uid == opponent) for uid in uids)]
+        column = [head, *(_cell(league.of(uid, opponent), uid == opponent) for uid in uids)]
         if lines[0].cell_len + 2 + max(cell.cell_len for cell in column) > width:
             break
         lines = aligned([*zip(lines, column, strict=True)], "lr")

@@ -124,7 +124,9 @@ class RunDirectory:
         """Return the state as `RunEntry` names it."""
         if self._is_locked():
             return "paused" if (self.directory / PAUSED).exists() else "running"
-        return self.ending or "killed"
+        if not self.live.get("has_ended"):
+            return "killed"
+        return "failed" if self.live.get("has_failed") else "ended"  # runs of before know no failure
 
     def _is_locked(self) -> bool:
         """Return whether a process holds the lock; if the lock is another user's, whether its process exists."""
@@ -137,13 +139,6 @@ class RunDirectory:
         if lock is not None:
             os.close(lock)
         return lock is None
-
-    @property
-    def ending(self) -> str | None:
-        """Return `ended`, `failed`, or None if the run said neither."""
-        if not self.live.get("has_ended"):
-            return None
-        return "failed" if self.live.get("has_failed") else "ended"  # runs of before know no failure
 
     @property
     def num_updates(self) -> int:
@@ -294,10 +289,6 @@ class RunData(RunDirectory):
             self.rows = self.results()
             self.spike_list = self.spikes()
             self._read_metrics()
-
-    @property
-    def seed(self) -> int:
-        return int(self.config["run"].get("seed", 0))
 
     def _read_metrics(self) -> None:
         """Read one row for each update and one for step 0, each merged from all its lines."""

@@ -260,7 +260,7 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
 
     A command is whole: if it does not fit beside its label it has its own row, and "…" is shown if it is longer still.
     """
-    is_over, lines = view.ending == "ended" and view.num_updates >= view.learning_steps, list[Text]()
+    is_over, lines = view.state == "ended" and view.num_updates >= view.learning_steps, list[Text]()
     steps = next_commands(view.directory, False, is_over)
     for label in filter(steps.__contains__, ("best checkpoint", "report", "to continue")):
         words, path = steps[label]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -275,7 +276,7 @@ def _picture(parts: RunParts) -> dict[str, Any]:
         "time": time.time(),
         "pid": os.getpid(),
         "learning_steps": config.run.learning_steps,
-        **tracker.totals._asdict(),
+        **dataclasses.asdict(tracker.totals),
         "train_games_in_flight": in_flight["train"],
         "eval_games_in_flight": in_flight["eval"],
         "buffer": parts.buffer.size(),

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,14 @@ from unstable_lite.transport.rpc import reap_stale_sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Totals):
     """Result of a run that has ended."""
 
     directory: Path
     updates: int
     skipped_updates: int
-    games: int
-    """Number of finished games, of which `eval_games` in evaluations, and `void_games` without a result."""
-    void_games: int
     dropped_stale_steps: int
     """Number of steps that became too stale to be trained on."""
-    seconds: float
-    """Time of the run, without the breaks before it was resumed."""
     training_seconds: float
     """Time of this start or resume from the first training game to the last update, without the evaluations around."""
     evaluations: tuple[Evaluation, ...]
@@ -61,7 +56,6 @@ class Summary:
     """The newest checkpoint."""
     is_resumed: bool = False
     """Whether `training_seconds` counts from a resume; the other numbers are those of the whole run."""
-    eval_games: int = 0
     planned_updates: int = 0
     """Updates that the config asks for; a run that was stopped has made fewer."""
     collapsed: tuple[str, ...] = ()
@@ -233,7 +227,7 @@ class Run:
             updates=training.progress.updates,
             skipped_updates=training.progress.skipped,
             dropped_stale_steps=parts.buffer.dropped_stale,
-            **totals._asdict(),
+            **asdict(totals),
             is_resumed=self._resume is not None,
             training_seconds=training.progress.training_seconds,
             evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -84,13 +85,16 @@ def is_share(name: str) -> bool:
     return bool(_SHARE.search(name))
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Totals:
     """Totals of a run since its start, whose definitions are in docs/curves.md."""
 
     games: int
+    """Number of finished games, of which `eval_games` in evaluations, and `void_games` without a result."""
     eval_games: int
     void_games: int
     seconds: float
+    """Time of the run, without the breaks before it was resumed."""
 
     @property
     def games_text(self) -> str:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -130,7 +130,7 @@ class Tracker:
         """Newest training game, for the next transcript."""
         self._say = say
         self._step = 0
-        self._failures = WriteFailures(lambda text: self.alarm(self._step, text))
+        self.failures = WriteFailures(lambda text: self.alarm(self._step, text))
         self._config = config
         self._games_file = RecordLog(run_directory / "games.jsonl")
         self._eval_file = AppendFile(run_directory / "eval.jsonl")
@@ -145,11 +145,6 @@ class Tracker:
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
         """Start time; in a resumed run, shifted as if there had been no break."""
-
-    @property
-    def lost_records(self) -> int:
-        """Number of lines, events and files that could not be written."""
-        return self._failures.lost_records
 
     @property
     def totals(self) -> Totals:
@@ -188,7 +183,7 @@ class Tracker:
                     self._diversity[of_player.env_id].append(of_player.states, of_player.actions)
                 self._judge(of_game)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
-            with self._failures.survived("games.jsonl"):
+            with self.failures.survived("games.jsonl"):
                 self._games_file.write(record_to_json(record, self._config.keep_tokens))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -212,7 +207,7 @@ class Tracker:
 
         Waits until the previous batch is on disk, but not for this one.
         """
-        with self._failures.survived("train_data"):
+        with self.failures.survived("train_data"):
             await self._train_data.write(update, version, batch, logprobs)
 
     def alarm(self, step: int, text: str, is_repeat: bool = False) -> None:
@@ -229,21 +224,21 @@ class Tracker:
         for env_id, diversity in self._diversity.items():
             everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
         everything |= {
-            **{f"run/{name}": total for name, total in self.totals._asdict().items()},
+            **{f"run/{name}": total for name, total in asdict(self.totals).items()},
             **({"run/branched_games": self.branched_games} if self.branched_games else {}),
             "run/alarms": len(self.alarms),
-            "run/lost_records": self.lost_records,
+            "run/lost_records": self.failures.lost_records,
         }
         self.log(step, everything | self._ended_metrics())
         game = self._newest_game if step % TRANSCRIPT_EVERY == 0 else None
         for sink in self._rich_sinks:
-            with self._failures.survived(type(sink).__name__):
+            with self.failures.survived(type(sink).__name__):
                 if histograms:
                     sink.log_histograms(step, [replace(one, name=f"learner/{one.name}") for one in histograms])
                 if game is not None:
                     sink.log_texts(step, {f"games/{game.spec.env_id}": transcript(game)})
         self._log_league(step)
-        self._failures.report_recovery()
+        self.failures.report_recovery()
 
     def ended_early(self) -> list[str]:
         """Return the number of games for each reason of an end, by env and opponent, most games first."""
@@ -259,12 +254,12 @@ class Tracker:
         self.latest.update(metrics)
         self._step = step
         for sink in self._sinks:
-            with self._failures.survived(type(sink).__name__):
+            with self.failures.survived(type(sink).__name__):
                 sink.log(step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self.totals._asdict(),
+            **asdict(self.totals),
             "branched_games": self.branched_games,
             "ended": [[*key, count] for key, count in self.ended.items()],
             "alarms": self.alarms,
@@ -296,19 +291,19 @@ class Tracker:
             for part in (self._train_data, self._league_log, self._alarms_file, self._eval_file, self._games_file):
                 parts.callback(part.close)
             for sink in reversed(self._sinks):
-                parts.enter_context(self._failures.survived(type(sink).__name__))
+                parts.enter_context(self.failures.survived(type(sink).__name__))
                 parts.callback(sink.close)
             with contextlib.suppress(KeyError):  # the start failed before the registry had its state
                 self.end_evaluations(())
 
     def _write_evaluation(self, evaluation: Evaluation) -> None:
-        with self._failures.survived("eval.jsonl"):
+        with self.failures.survived("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
         self.log(evaluation.step, evaluation.metrics() | self._ended_metrics())
 
     def _log_league(self, step: int) -> None:
         if self.registry is not None:
-            with self._failures.survived("league.jsonl"):
+            with self.failures.survived("league.jsonl"):
                 self._league_log.log(step, self.registry)
 
     def _judge(self, entries: Iterable[tuple[str, str, Any]]) -> None:

@@ -266,8 +266,8 @@ def test_busy_process_shows_load_at_the_first_look() -> None:
 def test_league_alarms_and_evaluations_are_read_and_only_changed_models_logged(directory: Path) -> None:
     view = RunDirectory(directory)
     view.refresh()
-    assert view.league().results.of("ckpt-12", "base") == Result(12, won=12)
-    assert view.league().results.of("base", "ckpt-12") == Result(12, lost=12)
+    assert view.league().of("ckpt-12", "base") == Result(12, won=12)
+    assert view.league().of("base", "ckpt-12") == Result(12, lost=12)
     assert [row.uid for row in view.league().ladder if row.is_current] == ["ckpt-12"]
     assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
     assert [line["learner/loss"] for line in view.updates()][:3] == [-0.01, -0.02, -0.03]
@@ -306,13 +306,13 @@ def test_league_is_added_to_and_read_again_if_rewritten(directory: Path) -> None
         file.write(json.dumps({"step": 13, "models": {}, "matches": [["base", "ckpt-12", 14, 1, 1, 12]]}) + "\n")
     view.refresh()
     assert view.league() is before
-    assert view.league().results.of("ckpt-12", "base") == Result(14, won=12, drawn=1, lost=1)
-    assert view.league().results.games["base"] == sum(range(1, UPDATES + 1)) + 2
+    assert view.league().of("ckpt-12", "base") == Result(14, won=12, drawn=1, lost=1)
+    assert view.league().games["base"] == sum(range(1, UPDATES + 1)) + 2
     (directory / "new").write_text("".join(lines[:5] * 3))  # of as many lines, as a resumed run may have
     (directory / "new").rename(path)
     view.refresh()
-    assert view.league().results.of("ckpt-12", "base") is None
-    assert view.league().results.games["base"] == sum(range(1, 6))
+    assert view.league().of("ckpt-12", "base") is None
+    assert view.league().games["base"] == sum(range(1, 6))
 
 
 def test_line_that_is_not_json_is_named(directory: Path) -> None:

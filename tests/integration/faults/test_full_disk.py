@@ -81,7 +81,7 @@ def test_run_reports_each_loss_of_records_once_and_its_end_once(tmp_path: Path) 
         str(tmp_path / "metrics.jsonl"),
         str(next((tmp_path / "tensorboard").iterdir())),
     ]
-    assert tracker.lost_records == 4
+    assert tracker.failures.lost_records == 4
     assert "learner/metric 19" in tracker.latest, "the display needs no disk"
     for step in (4, 5):
         tracker.log_update(step, metrics)

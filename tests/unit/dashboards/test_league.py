@@ -8,7 +8,6 @@ import pytest
 from unstable_lite.dashboards.league import (
     League,
     Result,
-    Results,
     Standing,
     choose,
     find_strongest,
@@ -96,13 +95,13 @@ def test_strongest_checkpoint_has_a_known_rating_and_was_not_added_by_hand():
 
 
 def test_results_are_read_from_both_sides():
-    results = Results()
-    results.set("b", "a", Result(5, won=3, drawn=1, lost=1))
-    results.set("a", "b", Result(6, won=1, drawn=1, lost=4))  # in place of the first
-    assert results.of("b", "a") == Result(6, won=4, drawn=1, lost=1)
-    assert results.of("a", "b") == Result(6, won=1, drawn=1, lost=4)
-    assert results.of("a", "c") is None
-    assert results.games == {"a": 6, "b": 6}
+    league = League()
+    league.add({}, [["b", "a", 5, 3, 1, 1]])
+    league.add({}, [["a", "b", 6, 1, 1, 4]])  # in place of the first
+    assert league.of("b", "a") == Result(6, won=4, drawn=1, lost=1)
+    assert league.of("a", "b") == Result(6, won=1, drawn=1, lost=4)
+    assert league.of("a", "c") is None
+    assert league.games == {"a": 6, "b": 6}
     assert Result(6, 4, 1, 1).points == 4.5 / 6
 
 

@@ -100,7 +100,14 @@ def test_brackets_are_shown_literally_everywhere(capsys, monkeypatch):
     tally.add("win", 1.0, own_invalid=False)
     evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
     rows = result_rows([evaluation])
-    counts = {"updates": 3, "skipped_updates": 0, "games": 1, "void_games": 0, "dropped_stale_steps": 0}
+    counts = {
+        "updates": 3,
+        "skipped_updates": 0,
+        "games": 1,
+        "eval_games": 0,
+        "void_games": 0,
+        "dropped_stale_steps": 0,
+    }
     ended = {"seconds": 1.0, "training_seconds": 1.0, "checkpoint": None, "stopped_by": None}
     texts = {"directory": Path("/runs/[red]"), "alarms": (message,), "collapsed": (evaluation.describe(),)}
     summary = Summary(evaluations=(evaluation,), results=(*rows,), **counts, **ended, **texts)  # type: ignore[arg-type]

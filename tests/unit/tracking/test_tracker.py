@@ -19,6 +19,7 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.terminal import evaluation_tables, remark_lines
 from unstable_lite.files import read_part, read_records, to_line
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation, Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, student, wilson_interval
 from unstable_lite.tracking.records import transcript
@@ -221,9 +222,9 @@ def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path, error):
     assert len(reported) == len(tracker.alarms) == 1
     assert "cannot write FailingSink: " in reported[0] and "orchestrator.log" in reported[0]
     assert type(error).__name__ in reported[0]
-    assert (tracker.lost_records, len(healthy.lines), len(failing.lines)) == (5, 3, 1)
+    assert (tracker.failures.lost_records, len(healthy.lines), len(failing.lines)) == (5, 3, 1)
     tracker.close()
-    with pytest.raises(KeyboardInterrupt), tracker._failures.survived("sink"):
+    with pytest.raises(KeyboardInterrupt), tracker.failures.survived("sink"):
         raise KeyboardInterrupt
 
 
@@ -277,17 +278,18 @@ def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoin
     tracker = make_tracker(tmp_path)
     for record in (game(), game(kind="eval"), game(kind="eval", end="void")):
         tracker.add_record(record)
-    assert tracker.totals[:3] == (3, 2, 1)
-    assert tracker.totals._replace(seconds=363.4).games_text == "3, of which 2 in evaluations; 1 void"
+    assert replace(tracker.totals, seconds=0.0) == Totals(3, 2, 1, 0.0)
+    assert tracker.totals.games_text == "3, of which 2 in evaluations; 1 void"
     tracker.log_update(1, {})
     assert (tracker.latest["run/games"], tracker.latest["run/eval_games"]) == (3, 2)
     tracker.close()
     state = tracker.state_dict()
+    # Runs of before have only the evaluations.
     for resumed_from, eval_games in ((state, 2), ({key: state[key] for key in state if key != "eval_games"}, 7)):
         resumed = make_tracker(tmp_path)
         evaluations = [Tally().evaluation("before", "base", 0, "E", "none").to_json() | {"n": n} for n in (3, 4)]
         resumed.resume(resumed_from | {"seconds": state["seconds"] + 5000}, evaluations)
-        assert resumed.totals[:3] == (3, eval_games, 1), "runs of before have only the evaluations"
+        assert replace(resumed.totals, seconds=0.0) == Totals(3, eval_games, 1, 0.0)
         resumed.log_update(2, {})
         assert 5000 <= resumed.latest["run/seconds"] <= resumed.state_dict()["seconds"] < 6000
         resumed.close()

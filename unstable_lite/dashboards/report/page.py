@@ -153,8 +153,7 @@ def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
 
 def _state(run: RunData) -> str:
     """Return the state, the update, and when the run wrote last."""
-    update = run.steps[-1] if run.steps else 0
-    text = f"{run.state}{',' if run.is_up else ' at'} update {update} of {run.learning_steps}"
+    text = f"{run.state}{',' if run.is_up else ' at'} update {run.num_updates} of {run.learning_steps}"
     if (written := run.live.get("time")) is None:
         return text
     when, now = (datetime.datetime.fromtimestamp(at).astimezone() for at in (written, time.time()))
@@ -166,7 +165,7 @@ def _ladder(league: League) -> list[dict[str, Any]]:
 
     Bars are shares of the widest. `matters`: whether a printed page shows the model.
     """
-    ladder, met, totals = league.ladder, league.results.games, league.results.totals()
+    ladder, met, totals = league.ladder, league.games, league.totals()
     rated = [one for one in ladder if met[one.uid]]
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
@@ -190,10 +189,9 @@ def _matrix(league: League) -> tuple[list[str], list[tuple[str, list[Result | No
     There are at most `MAX_IN_MATRIX` models, those that matter by age. Columns are the models that met several others,
     so that a league of many checkpoints and one opponent is one column.
     """
-    results = league.results
-    met = sorted((standing for standing in league.ladder if results.games[standing.uid]), key=lambda row: age(row.uid))
-    names = [standing.uid for standing in choose(met, results.games, MAX_IN_MATRIX)]
-    cells = {name: {other: results.of(name, other) for other in names if other != name} for name in names}
+    met = sorted((standing for standing in league.ladder if league.games[standing.uid]), key=lambda row: age(row.uid))
+    names = [standing.uid for standing in choose(met, league.games, MAX_IN_MATRIX)]
+    cells = {name: {other: league.of(name, other) for other in names if other != name} for name in names}
     columns = [name for name in names if sum(cell is not None for cell in cells[name].values()) > 1] or names
     rows = [(name, [cells[name].get(column) for column in columns]) for name in names]
     return columns, [(name, row) for name, row in rows if any(cell is not None for cell in row)]
