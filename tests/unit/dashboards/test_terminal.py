@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pyte
@@ -16,6 +17,7 @@ from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole,
 from unstable_lite.orchestrator.event_loop import log_file
 from unstable_lite.orchestrator.run import Summary
 from unstable_lite.printable import visible
+from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.tracking.result_rows import result_rows
 
@@ -100,15 +102,8 @@ def test_brackets_are_shown_literally_everywhere(capsys, monkeypatch):
     tally.add("win", 1.0, own_invalid=False)
     evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
     rows = result_rows([evaluation])
-    counts = {
-        "updates": 3,
-        "skipped_updates": 0,
-        "games": 1,
-        "eval_games": 0,
-        "void_games": 0,
-        "dropped_stale_steps": 0,
-    }
-    ended = {"seconds": 1.0, "training_seconds": 1.0, "checkpoint": None, "stopped_by": None}
+    counts = {"updates": 3, "skipped_updates": 0, "dropped_stale_steps": 0}
+    ended = {**asdict(Totals(1, 0, 0, 1.0)), "training_seconds": 1.0, "checkpoint": None, "stopped_by": None}
     texts = {"directory": Path("/runs/[red]"), "alarms": (message,), "collapsed": (evaluation.describe(),)}
     summary = Summary(evaluations=(evaluation,), results=(*rows,), **counts, **ended, **texts)  # type: ignore[arg-type]
     terminal.console.print(*evaluation_tables(rows))

@@ -284,7 +284,6 @@ def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoin
     assert (tracker.latest["run/games"], tracker.latest["run/eval_games"]) == (3, 2)
     tracker.close()
     state = tracker.state_dict()
-    # Runs of before have only the evaluations.
     for resumed_from, eval_games in ((state, 2), ({key: state[key] for key in state if key != "eval_games"}, 7)):
         resumed = make_tracker(tmp_path)
         evaluations = [Tally().evaluation("before", "base", 0, "E", "none").to_json() | {"n": n} for n in (3, 4)]
