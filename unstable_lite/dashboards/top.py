@@ -222,7 +222,8 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     ended = ", ".join(f"{count:,} {reason}" for reason, count in early.most_common())
     head = "whole run, in means"
     cells = min(width - LABEL - 3 * (NUMBER + 2) - 2, max(len(view.updates()), len(head)))
-    heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {head[:cells]:<{cells}}  greatest"
+    head = head if len(head) <= cells else "whole run"
+    heads = f"{'newest':>{NUMBER}}  {'least':>{NUMBER}}  {head:<{cells}}  greatest"
     lines = [Text.assemble(("health".ljust(LABEL), "bold"), "  ", (heads, "dim"))]
     for label, texts, order in (("alarms", alarms, "newest"), ("spikes", [one.text for one in spikes], "largest")):
         text = f"{len(texts)}, {order}: {texts[0]}" if texts else "none"
