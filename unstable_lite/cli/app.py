@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def print_summary(summary: Summary) -> None:
-    from unstable_lite.dashboards.next_steps import command, next_commands
+    from unstable_lite.dashboards.next_steps import command
     from unstable_lite.dashboards.terminal import evaluation_tables, key_value_lines, print_lines, remark_lines
     from unstable_lite.tracking.displayed_metrics import duration
 
@@ -245,15 +245,7 @@ def print_summary(summary: Summary) -> None:
         ("stale steps dropped", dropped_shown),
         ("time", f"{duration(summary.seconds)}, of which training{since} {duration(summary.training_seconds)}"),
     ]
-    directory, has_opponent = summary.directory, any(row.has_opponent for row in summary.results)
-    is_over = not planned or summary.stopped_by is not None
-    paths = [
-        ("run directory", str(directory)),
-        *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
-        ("games, turn by turn", str(directory / "games.jsonl")),
-        ("curves", shlex.join(["tensorboard", "--logdir", str(directory / "tensorboard")])),
-        *((name, " ".join(words)) for name, words in next_commands(directory, has_opponent, is_over).items()),
-    ]
+    paths = _paths(summary, is_over=not planned or summary.stopped_by is not None)
     lines = key_value_lines([*rows, *paths]).split("\n")
     print_lines(out, "\n".join(lines[: len(rows)]))
     out.print("\n".join(lines[len(rows) :]), soft_wrap=True)  # copied text must have no line breaks
@@ -263,6 +255,20 @@ def print_summary(summary: Summary) -> None:
         way_on = f"{summary.checkpoint}; to continue regardless: {command('run', '--resume', summary.directory)}"
         saved = way_on if summary.checkpoint else "none, because no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
+
+
+def _paths(summary: Summary, is_over: bool) -> list[tuple[str, str]]:
+    """Return where the run's files are, and the commands that come next."""
+    from unstable_lite.dashboards.next_steps import next_commands
+
+    directory, has_opponent = summary.directory, any(row.has_opponent for row in summary.results)
+    return [
+        ("run directory", str(directory)),
+        *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
+        ("games, turn by turn", str(directory / "games.jsonl")),
+        ("curves", shlex.join(["tensorboard", "--logdir", str(directory / "tensorboard")])),
+        *((name, " ".join(words)) for name, words in next_commands(directory, has_opponent, is_over).items()),
+    ]
 
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:

@@ -77,6 +77,11 @@ class Config(Section):
         return self.buffer.buffer_size or 2 * self.learner.batch_size
 
     @property
+    def eval_cells(self) -> list[tuple[str, str]]:
+        """Env and opponent of each eval env, in the order of results."""
+        return [(env.env_id, env.opponent) for env in self.eval_envs]
+
+    @property
     def group_baseline(self) -> Literal["grpo", "mean", "rloo", "duplicate"] | None:
         of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
         return self.rewards.group_baseline or of_algorithm.get(self.algorithm)

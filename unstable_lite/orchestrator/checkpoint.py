@@ -388,4 +388,4 @@ def _has_ended(directory: Path, config: Config, updates: int) -> bool:
         return updates >= config.run.learning_steps
     lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
     known = {(line["env_id"], line["opponent"]) for line in lines if line["step"] == updates}
-    return known.issuperset((env.env_id, env.opponent) for env in config.eval_envs)
+    return known.issuperset(config.eval_cells)

@@ -93,8 +93,7 @@ class Evaluations:
         if row is None or not evaluation.n:
             say(f"{when}  {evaluation.describe()}")
             return
-        cells = [(env.env_id, env.opponent) for env in config.eval_envs]
-        room = max(len(row_label(*cell, cells)) for cell in cells)
+        room = max(len(row_label(*cell, config.eval_cells)) for cell in config.eval_cells)
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
         form = f"{{:<{of_when}}}  {{:<{min(room, MOST_ROOM)}}}  {{:<{of_value}}}  {{}}"
         if (value := row.value_name) not in self._headers:

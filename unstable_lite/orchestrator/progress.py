@@ -179,13 +179,12 @@ class Progress:
 
     def _beside_training(self) -> list[str]:
         """Return the points of the newest evaluation games beside training, which have no quota."""
-        latest, envs = self._parts.tracker.latest, self._parts.plan.config.eval_envs
-        cells, shown = [(env.env_id, env.opponent) for env in envs], []
+        latest, cells, shown = self._parts.tracker.latest, self._parts.plan.config.eval_cells, list[str]()
         for env_id, opponent in cells[:MOST_SHOWN]:
             if (name := f"evaluation-{env_id} ({opponent})/Points") in latest:
                 n = f"n={latest[name.replace('/Points', '/n')]:.0f}, beside training"
                 shown.append(f"{row_label(env_id, opponent, cells)} {percent(latest[name])} ({n})")
-        has_games = self._parts.plan.num_eval_workers and envs
+        has_games = self._parts.plan.num_eval_workers and cells
         none = "no evaluation game has ended yet" if has_games else "no evaluation, because run.eval_games is 0"
         return shown or [none]
 

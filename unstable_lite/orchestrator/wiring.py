@@ -117,8 +117,7 @@ class RunParts:
 
     def results(self) -> list[ResultRow]:
         """Return the result rows so far, opponents in the order of the config."""
-        order = [(env.env_id, env.opponent) for env in self.plan.config.eval_envs]
-        return result_rows(self.tracker.evaluations, order)
+        return result_rows(self.tracker.evaluations, self.plan.config.eval_cells)
 
     @contextlib.asynccontextmanager
     async def wired(
@@ -216,7 +215,7 @@ class RunParts:
 
     def _tracker(self, make: Callable[..., Tracker]) -> Tracker:
         config, directory = self.plan.config, self.directory
-        tensorboard = TensorBoardSink(directory / "tensorboard")
+        tensorboard = TensorBoardSink(directory / "tensorboard", config.eval_cells)
         if self.resume_from is None:
             tensorboard.lay_out(config)
         rich: list[RichSink] = [tensorboard]

@@ -77,7 +77,7 @@ def training_rules(config: Config) -> Iterator[str]:
     for env_id, n in Counter(env.env_id for env in config.train_envs).items():
         if n > 1:
             yield f"train_envs: {env_id} is listed {n} times, but averages, curves and samplers use env_id; keep one"
-    for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
+    for (env_id, opponent), n in Counter(config.eval_cells).items():
         if n > 1:
             yield f"eval_envs: {env_id} against {opponent} is listed {n} times; keep one, or set other temperatures"
 

@@ -142,8 +142,7 @@ def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, st
     found = defaultdict[tuple[bool, str, str], list[Evaluation]](list)
     for one in sorted(evaluations, key=lambda one: one.step):
         found[one.label == "concurrent", one.env_id, one.opponent].append(one)
-    place = {cell: number for number, cell in enumerate(order)}
-    keys = sorted(found, key=lambda key: (key[0], place.get(key[1:], len(place))))
+    keys = sorted(found, key=lambda key: row_place(key, order))
     cells = [*order, *(key[1:] for key in keys)]
     return [
         ResultRow(
@@ -227,6 +226,12 @@ def _together(evaluations: Sequence[Evaluation]) -> Evaluation:
         values[name] = sum(getattr(one, name) for one in evaluations)
     values["mean_reward"] = fmean(one.mean_reward for one in evaluations)
     return SeedsEvaluation(**values, of_seeds=tuple(evaluations))
+
+
+def row_place(key: tuple[bool, str, str], order: Sequence[tuple[str, str]]) -> int:
+    """Return the place, from 1, of the row with this key. `order`: see `result_rows`."""
+    place = order.index(key[1:]) if key[1:] in order else len(order)
+    return 1 + place + key[0] * (len(order) + 1)
 
 
 def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]]) -> str:

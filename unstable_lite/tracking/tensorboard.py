@@ -33,6 +33,7 @@ from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile, read_records
 from unstable_lite.tracking.displayed_metrics import of_topic
 from unstable_lite.tracking.evaluations import evaluation_group
+from unstable_lite.tracking.result_rows import row_label, row_place
 from unstable_lite.types import Histogram
 
 PREFIX = "events.out.tfevents."
@@ -49,7 +50,9 @@ EVALUATION = re.compile(r"evaluation-(?P<env>.*) \((?P<opponent>.*)\)/(?P<during
 class TensorBoardSink:
     """Writes complete events at once, not in a thread, which a full disk would end."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, order: Sequence[tuple[str, str]] = ()) -> None:
+        """Open the next file. `order`: the cells that number the results, `Config.eval_cells`."""
+        self._order = order
         self._zeros: dict[str, int] = {}
         """Metrics that were 0 so far, which are not yet written, with their newest step."""
         self._written: set[str] = set()
@@ -71,7 +74,7 @@ class TensorBoardSink:
         for at, of_step in itertools.groupby(sorted(rows), key=lambda row: row[0]):
             event = Event(wall_time=time.time(), step=at)
             for _, name, value in of_step:
-                event.summary.MergeFrom(scalar_pb(tag_of(name, has_points), value))
+                event.summary.MergeFrom(scalar_pb(tag_of(name, has_points, self._order), value))
             self._write(event)
 
     def _begin(self, step: int, metrics: Mapping[str, float]) -> dict[str, int]:
@@ -116,7 +119,7 @@ class TensorBoardSink:
             section, _, name = key.rpartition(".")
             value = (raw[section] if section else raw)[name]
             values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
-        tags = [tag_of(f"{tag} Points") for _, tag in _evaluations(config)]
+        tags = [tag_of(f"{tag} Points", order=config.eval_cells) for _, tag in _evaluations(config)]
         tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
         columns = [hparams.HParam(name) for name in values]
         event.summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
@@ -137,29 +140,29 @@ def as_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def tag_of(name: str, has_points: bool = True) -> str:
-    """Return the tag of a metric. The group of results sorts first on the page: a series for each opponent.
+def tag_of(name: str, has_points: bool = True, order: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the tag of a metric. The group of results sorts first on the page: a series for each result row, numbered.
 
     Tags of evaluations have no parentheses, with which the custom scalars page draws no line (TensorBoard 2.21).
     has_points: whether the evaluation that the metric is of can be won, else its result is the mean reward.
     """
-    name = with_slugs(name)
     if (match := EVALUATION.fullmatch(name)) and match["value"] == ("Points" if has_points else "Reward"):
-        who = against(match["opponent"]).removeprefix(" against ")
-        title = f"{who} in {match['env']}".strip(" ,").removeprefix("in ")
-        name = f"Results/{title}{', mean reward' * (not has_points)}{', while training' * bool(match['during'])}"
+        key = during, env_id, opponent = bool(match["during"]), match["env"], match["opponent"]
+        # With the env, because one page may show runs in different ones.
+        title = f"{row_place(key, order)} {row_label(env_id, opponent, [('', '')])}"
+        name = f"Results/{title}{', mean reward' * (not has_points)}{', while training' * during}"
     elif name.startswith("evaluation-"):
         name = name.replace("(", "against ", 1)
     else:
-        return name
-    return name.replace("(", "").replace(")", "")
+        return with_slugs(name)
+    return with_slugs(name).replace("(", "").replace(")", "")
 
 
 def layout(config: Config) -> layout_pb2.Layout:
     """Return the charts of the custom scalars page, on which tags are regular expressions."""
     won = []
     for title, tag in _evaluations(config):
-        value, lower, upper = (tag_of(f"{tag} Points{edge}") for edge in ("", " low", " high"))
+        value, lower, upper = (tag_of(f"{tag} Points{edge}", order=config.eval_cells) for edge in ("", " low", " high"))
         series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
         won.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
     won += [_lines("exploitability (exact)", "exploitability(_legal)?/.*")] * bool(config.run.exact_every)

@@ -60,15 +60,16 @@ def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, mo
 def parts_of(view: RunDirectory, console: VisibleConsole) -> Any:
     """Return the parts of a run that its output is made from."""
     envs = [EvalEnvSpec.model_construct(**env) for env in view.config["eval_envs"]]
+    cells = [(env.env_id, env.opponent) for env in envs]
     run = SimpleNamespace(**view.config["run"], num_eval_workers=0)
     trained = [SimpleNamespace(**env) for env in view.config["train_envs"]]
     tracker = SimpleNamespace(evaluations=[], latest=view.latest(), void_games=0, ended_early=list)
     parts = SimpleNamespace(
         terminal=TerminalInterface(console),
-        plan=SimpleNamespace(config=SimpleNamespace(run=run, eval_envs=envs, train_envs=trained)),
+        plan=SimpleNamespace(config=SimpleNamespace(run=run, eval_cells=cells, train_envs=trained)),
         tracker=tracker,
         health=SimpleNamespace(status=lambda: "  alarms 1, on: collapse" * bool(view.alarms())),
-        results=lambda: result_rows(tracker.evaluations, [(env.env_id, env.opponent) for env in envs]),
+        results=lambda: result_rows(tracker.evaluations, cells),
     )
     parts.evaluations = Evaluations(parts, None)  # type: ignore[arg-type]
     return parts

@@ -49,7 +49,7 @@ CONFIG = Config(
     ),
 )
 WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Points"
-RESULT = "Results/scripted:random in Nim-v0-train"
+RESULT = "Results/1 Nim-v0-train, random"
 
 
 def events(directory: Path) -> EventAccumulator:
@@ -118,7 +118,7 @@ def test_run_table_lists_main_keys_and_evaluation_results(tmp_path):
     assert {info.name for info in table.hparam_infos} == set(row)
     assert [metric.name.tag for metric in table.metric_infos] == [
         RESULT,
-        f"{RESULT}, while training",
+        "Results/4 Nim-v0-train, random, while training",
         "collection-Nim-v0-train/reward",
     ]
 
@@ -133,7 +133,7 @@ def test_charts_match_the_metric_names_that_a_run_logs(tmp_path):
     assert found["loss"] == ["learner/loss"]
     assert found["staleness"] == ["learner/staleness_mean"]
     assert not any("Blackjack" in title for title in charts)  # an env without a winner
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, CONFIG.eval_cells)
     sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
     sink.close()
     (won,) = charts["Nim-v0-train, points against scripted:random, 95 %"].margin.series
@@ -154,15 +154,15 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_results_have_a_group_that_sorts_first(tmp_path):
-    sink = TensorBoardSink(tmp_path)
-    sink.log(0, {WON: 0.0, WON.replace("Points", "Reward"): -1.0})
+def test_results_have_a_group_that_sorts_first_in_the_order_of_the_config(tmp_path):
+    sink = TensorBoardSink(tmp_path, CONFIG.eval_cells)
     sink.log(0, {"evaluation-Blackjack-v0-train (none)/checkpoint Reward": 0.5})
+    sink.log(0, {WON: 0.0, WON.replace("Points", "Reward"): -1.0})
     sink.log(1, {"alarms/collapse": 1.0, "batch/num_4grams": 7.0})
     sink.close()
     first, second, *others = sorted(scalars(tmp_path).items())
-    assert first == ("Results/Blackjack-v0-train, mean reward", [(0, 0.5)])
-    assert second == (RESULT, [(0, 0.0)]), "a result of 0 is a result"
+    assert first == (RESULT, [(0, 0.0)]), "a result of 0 is a result"
+    assert second == ("Results/2 Blackjack-v0-train, mean reward", [(0, 0.5)])
     assert "evaluation-Nim-v0-train against scripted:random/checkpoint Reward" in dict(others)
 
 
@@ -207,7 +207,7 @@ def test_each_sampling_of_an_eval_env_has_its_chart():
     for title in ("scripted:random", "scripted:random, greedy"):
         (series, *_) = charts[f"Nim-v0-train, points against {title}, 95 %"].margin.series
         tags.append(series.value)
-    assert tags[1] == tags[0].replace("scripted:random", "scripted:random, greedy")
+    assert tags == [RESULT, "Results/3 Nim-v0-train, random, greedy"]
 
 
 def item(length: int, logprob: float, reward: float) -> TrainItem:
