@@ -26,6 +26,7 @@ THINKING = (
     f"engine.max_generation_len={ANSWER}",
     "engine.dtype=float32",
     "learner.dtype=float32",
+    "learner.kl_coefficient=0.1",
     "tracker.keep_tokens=true",
 )
 TEMPLATE = r"""

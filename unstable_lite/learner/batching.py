@@ -66,8 +66,9 @@ class MicroBatch:
     num_padding: int
     num_tokens: int
     """Number of the items' tokens; a shared one counts for each of its items."""
+    items: tuple[TrainItem, ...]
     rows: tuple[int, ...]
-    """Indices of these items, in this order."""
+    """Indices of `items`, in their order."""
 
     @property
     def num_computed(self) -> int:
@@ -319,6 +320,7 @@ def lay_out(
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
         num_padding=tokens_BT.size - num_read,
         num_tokens=sum(len(one.ids) * len(one.items) for one in sequences),
+        items=tuple(own),
         rows=tuple(order),
     )
 

@@ -34,6 +34,7 @@ from unstable_lite.learner.base_model import (
     use_liger,
 )
 from unstable_lite.learner.forest import Forest, reading
+from unstable_lite.learner.remembered import Remembered
 from unstable_lite.models import resolve_model
 from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
@@ -86,6 +87,9 @@ class Policy:
         distributed.copy_from_first(self.parameters)
         self._reference = reference_adapter(config.learner, config.lora)
         """Name of the frozen adapter that is the KL penalty's reference; None: the base, or no penalty."""
+        # A run that repeats bit for bit computes the same batches after a resume, when nothing would be remembered.
+        is_fixed = self._reference != AVERAGE and config.run.schedule != "sync"
+        self._remembered = Remembered() if is_fixed else None
         self._reference_parameters: dict[str, nn.Parameter] = {}
         if self._reference is not None:
             self._reference_parameters = self.add_adapter(self._reference, config.lora)
@@ -250,10 +254,11 @@ class Policy:
         That is the adapter from which training started, or the base if there was none or `kl_reference` is "base", or
         the average adapter.
         """
-        reference = self.model.disable_adapter() if self._reference is None else self.using(self._reference)
-        with self.evaluating(), reference:
-            logp_N, _ = self.logprobs(batch)
-        return logp_N
+        with self.model.disable_adapter() if self._reference is None else self.using(self._reference):
+            if self._remembered is not None:
+                return torch.cat(self._remembered.of(batch.items, self.item_logprobs)).to(self.device)
+            with self.evaluating():
+                return self.logprobs(batch)[0]
 
     def last_hidden(self, batch: batching.MicroBatch) -> Tensor:
         """Return the decoder's output at the last token of each item's prompt, of a batch of prompts, N × D."""
