@@ -27,7 +27,6 @@ from bench.harness import (
     cores,
     cpu_seconds,
     letters,
-    memory_mb,
     started_engines,
 )
 from unstable_lite.config import Config
@@ -156,8 +155,6 @@ class Told:
             "tokens_per_s": self.new / (time.perf_counter() - self._started),
             "tokens_per_cpu_s": self.new / max(self._now_cpu_s() - self._cpu_s, 1e-2),
             "prompt_tokens": self.prompt / self.requests,
-            "new_tokens": self.new / self.requests,
-            "memory_mb": memory_mb("now"),
         }
 
 

@@ -61,7 +61,6 @@ ENVS = {
     "2048-v0-ultra-easy-train": 1,
     "GuessTheNumber-v0-train": 1,
 }
-STRUCK_ENV = "Nim-v0-train"
 WITH_OPPONENT = ("Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "KuhnPoker-v0-train")
 """Envs of the evaluation games, which never wait for room in the buffer."""
 ISOLATED = ("ConnectFour-v0-train", "2048-v0-ultra-easy-train")

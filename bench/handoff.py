@@ -15,7 +15,8 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ MS = 1000.0
 
 def run(options: Options, kinds: Sequence[str] = tuple(ENGINES)) -> Report:
     report = Report(bench="handoff", question="From a new adapter to its first token", options=options)
-    device, load = options.device, _load_size(options.small)
+    device, load = options.device, 4 if options.small else 32
     report.sizes = {"model": MODELS[device], "lora_rank": RANKS[device], "prompt": 100, "load": load, "device": device}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
         arguments = {"directory": name, "seed": options.seed, "load": load, "device": device}
@@ -67,15 +68,13 @@ def run(options: Options, kinds: Sequence[str] = tuple(ENGINES)) -> Report:
     return report
 
 
-def _load_size(small: bool) -> int:
-    return 4 if small else 32
-
-
 def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
-    samples: dict[str, list[dict[str, float]]] = {"idle": [], "under load": []}
-    alternate({state: _measure(subject, samples[state], state, options.seconds) for state in samples}, options)
-    for state, answers in samples.items():
-        answers = answers[1:]  # the first one warmed up
+    states = {"idle": False, "under load": True}
+    measures = {
+        state: partial(subject.measure, loaded=is_loaded, seconds=options.seconds)
+        for state, is_loaded in states.items()
+    }
+    for state, answers in alternate(measures, options).items():
         rows = {
             key: report.add(f"{kind}, {state}: {what}", "ms", [MS * answer[key] for answer in answers])
             for key, what in (STEPS if state == "idle" else STEPS | STALL).items()
@@ -93,14 +92,6 @@ def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
             allowed = [MS * (answer["quiet_s"] + answer["own_load_s"]) for answer in answers]
             bound = report.add(f"{kind}: longest quiet gap + own load", "ms", allowed)
             report.add_ratio(f"{kind}: {STALL_RATIO}", rows["stall_s"], bound, Target(bound="≤", value=1))
-
-
-def _measure(subject: Subject, samples: list[dict[str, float]], state: str, seconds: float) -> Callable[[], float]:
-    def measure() -> float:
-        samples.append(subject.measure(loaded=state == "under load", seconds=seconds))
-        return samples[-1]["total_s"]
-
-    return measure
 
 
 # --------------------------------------------------------------------------------------- subjects

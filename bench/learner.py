@@ -4,8 +4,8 @@ The other sides are peers: the reference's way (`bench/peers/reference_update.py
 ids to text counts as its time; it is far under a hundredth), and a plain padded batch (`bench/peers/padded_update.py`).
 Same base, same adapter, same batch, same loss: all report the norm of their gradient, and the norms must agree.
 
-Also: the longest sequence that fits, the share of padding, the cost of each option, and the share of the machine's
-peak arithmetic that is used.
+Also: the longest sequence that fits, the cost of each option, and the share of the machine's peak arithmetic that is
+used.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ def run(options: Options) -> Report:
             measure_sides(report, case, subjects, arguments)
             optional = subjects.start_in(KEEP_MEMORY, MODULE, kind="options", **arguments)
             _report_options(report, case, optional, options)
-    _report_padding(report, options.seed)
     report.notes += NOTES
     return report
 
@@ -113,9 +112,9 @@ def measure_sides(report: Report, case: str, subjects: Subjects, arguments: dict
         REFERENCE: subjects.start(MODULE, kind="reference", **arguments),
         PADDED: subjects.start(MODULE, kind="padded", **arguments),
     }
-    _check_agreement(sides, options.device)
+    check_agreement(sides, options.device)
     report.sizes["dtype"] = sides[OURS].info["dtype"]
-    measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
+    measures = {side: tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
     samples = alternate(measures, options)
     counted = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
     _report_sides(report, case, samples, counted)
@@ -159,7 +158,7 @@ def _report_longest(report: Report, case: str, longest: Mapping[str, dict[str, A
 
 def _report_options(report: Report, case: str, subject: Subject, options: Options) -> None:
     tried = [DEFAULT, "a2c"] if options.small else list(OPTIONS)
-    measures = {option: _tokens_per_s(subject, options.seconds, option=option) for option in tried}
+    measures = {option: tokens_per_s(subject, options.seconds, option=option) for option in tried}
     samples = alternate(measures, options)
     speed = {option: report.add(f"{case}, {option}", "tokens/s", samples[option]) for option in tried}
     counted = {
@@ -176,26 +175,7 @@ def _report_options(report: Report, case: str, subject: Subject, options: Option
             report.add_ratio(f"{case}: update's peak memory, {option} ÷ {DEFAULT}", counted[option], counted[DEFAULT])
 
 
-def _report_padding(report: Report, seed: int) -> None:
-    """Report the padding of batches as games make them: prompts grow turn by turn, answers are log-normal."""
-    rng = np.random.default_rng(seed)
-    limit = bench_config().learner.max_tokens_per_micro_batch
-    for num_items, median in ((384, 8), (384, 200), (384, 1000), (32, 200)):
-        lengths = (
-            150 + 40 * rng.integers(0, 12, num_items) + rng.lognormal(np.log(median), 0.8, num_items).clip(1, 4096)
-        )
-        items = [_item(np.zeros(int(n) - 1, np.int32), np.zeros(1, np.int32)) for n in lengths]
-        batches = batching.make_micro_batches(items, limit, None, layout="rows")
-        share = sum(batch.num_padding for batch in batches) / sum(batch.tokens_BT.numel() for batch in batches)
-        report.add_figure(
-            f"share of padding, {num_items} steps, answers of about {median} tokens",
-            "",
-            [share],
-            Target(bound="≤", value=0.05),
-        )
-
-
-def _check_agreement(sides: dict[str, Subject], device: str) -> None:
+def check_agreement(sides: Mapping[str, Subject], device: str) -> None:
     """Raise Failure unless all sides compute the same gradient, up to rounding in bfloat16 on a GPU."""
     tolerance = 0.03 if device == "cuda" else 0.01
     norms = {side: subject.measure(seconds=0.0)["grad_norm"] for side, subject in sides.items()}
@@ -204,7 +184,7 @@ def _check_agreement(sides: dict[str, Subject], device: str) -> None:
         raise Failure(f"the sides do not compute the same update: gradient norms of {listed}")
 
 
-def _tokens_per_s(subject: Subject, seconds: float, **request: Any) -> Callable[[], float]:
+def tokens_per_s(subject: Subject, seconds: float, **request: Any) -> Callable[[], float]:
     return lambda: float(subject.measure(seconds=seconds, **request)["tokens_per_s"])
 
 

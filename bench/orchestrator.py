@@ -9,22 +9,18 @@ Processor time is that of the measured process alone: the engine's is extra, and
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
-from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from bench.harness import (
-    Measure,
     Options,
     Questioner,
     Report,
-    Subject,
     Subjects,
     Target,
     alternate,
-    cpu_seconds,
     memory_mb,
     started_engines,
 )
@@ -56,25 +52,18 @@ def run(options: Options) -> Report:
     targets = {whole: 0.4, "4096 games": 0.25}
     if options.small:
         del variants["4096 games"]
-    cpu_us: dict[str, list[float]] = defaultdict(list)
-
-    def measured(name: str, subject: Subject) -> Measure:
-        def measure() -> float:
-            answer = subject.measure(seconds=options.seconds)
-            cpu_us[name].append(answer.get("cpu_us", math.nan))
-            return float(answer["turns_per_s"])
-
-        return measure
-
     with Subjects() as subjects:
         bare = subjects.start(MODULE, kind="bare", seed=options.seed)
         sides = {"bare env loop": bare}
         for name, changes in variants.items():
             sides[name] = subjects.start(MODULE, kind="orchestrator", seed=options.seed, **(WHOLE | changes))
-        measures = {name: measured(name, subject) for name, subject in sides.items()}
-        samples = alternate(measures, options)
-        rows = {name: report.add(name, "turns/s", values) for name, values in samples.items()}
-        cpu = {name: report.add(f"processor time, {name}", "µs/turn", cpu_us[name][1:]) for name in sides}
+        measures = {name: partial(subject.measure, seconds=options.seconds) for name, subject in sides.items()}
+        answers = alternate(measures, options)
+        rows = {name: report.add(name, "turns/s", [one["turns_per_s"] for one in answers[name]]) for name in sides}
+        cpu = {
+            name: report.add(f"processor time, {name}", "µs/turn", [one["cpu_us"] for one in answers[name]])
+            for name in sides
+        }
         for name in variants:
             target = Target(bound="≥", value=targets[name]) if name in targets else None
             report.add_ratio(f"{name} ÷ bare", rows[name], rows["bare env loop"], target)
@@ -133,7 +122,7 @@ async def measure_orchestrator(questioner: Questioner) -> None:
     # Two checkpoints, so that the current one always meets another model.
     adapters = 2 if arguments["rated"] else 0
     async with (
-        started_engines(config, 1, threads=1) as (pool, [worker]),
+        started_engines(config, 1, threads=1) as (pool, _),
         playing(config, pool, arguments["games"], adapters) as played,
     ):
         questioner.answer({"import_mb": import_mb})
@@ -143,7 +132,7 @@ async def measure_orchestrator(questioner: Questioner) -> None:
             while not played.games:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             tokens, started = pool.generated_tokens, time.perf_counter()
-            cpu_s, engine_cpu_s = time.process_time(), cpu_seconds(worker.pid)
+            cpu_s = time.process_time()
             await asyncio.sleep(request["seconds"])
             seconds = time.perf_counter() - started
             tokens = pool.generated_tokens - tokens
@@ -151,9 +140,7 @@ async def measure_orchestrator(questioner: Questioner) -> None:
             questioner.answer(
                 {
                     "turns_per_s": turns / seconds,
-                    "tokens_per_s": tokens / seconds,
                     "cpu_us": 1e6 * (time.process_time() - cpu_s) / max(turns, 1.0),
-                    "engine_cpu_us": 1e6 * (cpu_seconds(worker.pid) - engine_cpu_s) / max(turns, 1.0),
                     "memory_mb": memory_mb("now"),
                     "peak_mb": memory_mb("peak"),
                     "turns_per_game": played.turns / max(played.games, 1),

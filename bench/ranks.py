@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import Failure, Options, Questioner, Report, Subject, Subjects, Target, alternate, cores
-from bench.learner import config_of, items_of
+from bench.harness import Options, Questioner, Report, Subjects, Target, alternate, cores
+from bench.learner import check_agreement, config_of, items_of, tokens_per_s
 from unstable_lite.learner import distributed, worker
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.orchestrator.workers import KEEP_MEMORY
@@ -44,10 +43,8 @@ def run(options: Options) -> Report:
             side: subjects.start_in(KEEP_MEMORY, MODULE, num_ranks=num_ranks, threads=threads, **arguments)
             for side, (num_ranks, threads) in SIDES.items()
         }
-        norms = {side: subject.measure(seconds=0.0)["grad_norm"] for side, subject in sides.items()}
-        if max(norms.values()) - min(norms.values()) > 0.01 * max(norms.values()):
-            raise Failure(f"the sides do not compute the same update: gradient norms {norms}")
-        samples = alternate({side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}, options)
+        check_agreement(sides, "cpu")
+        samples = alternate({side: tokens_per_s(subject, options.seconds) for side, subject in sides.items()}, options)
     rows = {side: report.add(side, "tokens/s", samples[side]) for side in SIDES}
     target = Target(bound="≥", value=1.7) if cores() >= 2 else None
     report.add_ratio("tokens/s, two ranks ÷ one", rows[TWO], rows[ONE], target)
@@ -55,10 +52,6 @@ def run(options: Options) -> Report:
     if target is None:
         report.notes.append("one core: two ranks cannot be faster than one, and there is no target")
     return report
-
-
-def _tokens_per_s(subject: Subject, seconds: float) -> Callable[[], float]:
-    return lambda: float(subject.measure(seconds=seconds)["tokens_per_s"])
 
 
 # --------------------------------------------------------------------------------------- subjects

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from bench.harness import (
     Options,
     Questioner,
     Report,
-    Subject,
     Subjects,
     Target,
     alternate,
@@ -87,15 +87,20 @@ def run(options: Options) -> Report:
             arguments = {"kind": kind, "games": games, "seed": options.seed, "small": options.small, "device": device}
             subject = subjects.start_in(PACE.environment(), MODULE, **arguments)
             sides = (IN_RUN, ALONE, BESIDE) if is_pinned(device) else (IN_RUN, ALONE)
-            answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-            samples = alternate({side: _measure(subject, answers[side], side, options) for side in sides}, options)
-        rows = {side: report.add(f"{kind}, {side}", "tokens/s", samples[side]) for side in sides}
+            measures = {side: partial(subject.measure, side=side, seconds=options.seconds) for side in sides}
+            answers = alternate(measures, options)
+        rows = {
+            side: report.add(f"{kind}, {side}", "tokens/s", [one["tokens_per_s"] for one in answers[side]])
+            for side in sides
+        }
         target = None if is_shared(device) else Target(bound="≥", value=0.95)
         report.add_ratio(f"{kind}: {IN_RUN} ÷ {ALONE}", rows[IN_RUN], rows[ALONE], target)
         if BESIDE in rows:
             report.add_ratio(f"{kind}: {IN_RUN} ÷ {BESIDE}", rows[IN_RUN], rows[BESIDE])
         busy = {
-            side: report.add(f"{kind}, {side}: engine's processor time a token", "µs", _values(answers[side], "cpu_us"))
+            side: report.add(
+                f"{kind}, {side}: engine's processor time a token", "µs", [one["cpu_us"] for one in answers[side]]
+            )
             for side in sides
         }
         report.add_ratio(f"{kind}: {ALONE} ÷ {IN_RUN}, engine's processor time a token", busy[ALONE], busy[IN_RUN])
@@ -111,18 +116,6 @@ def run(options: Options) -> Report:
             "and does not show what the rest of a run costs"
         )
     return report
-
-
-def _values(answers: list[dict[str, Any]], key: str) -> list[float]:
-    return [answer[key] for answer in answers[1:]]  # the first one warmed up
-
-
-def _measure(subject: Subject, answers: list[dict[str, Any]], side: str, options: Options) -> Callable[[], float]:
-    def measure() -> float:
-        answers.append(subject.measure(side=side, seconds=options.seconds))
-        return float(answers[-1]["tokens_per_s"])
-
-    return measure
 
 
 # ------------------------------------------------------------------------------------- subject

@@ -45,9 +45,7 @@ class BlockingPlayer:
 
     async def act(self, observation: str) -> Reply:
         prompt = self._template.prompt(observation, self._num_players)
-        return self.reply(prompt, self._submit(prompt, self._version, self._template.stop))
-
-    def reply(self, prompt: str, text: str) -> Reply:
+        text = self._submit(prompt, self._version, self._template.stop)
         action, format_ok = self._extract(text)
         return Reply(action=action, text=text, prompt=prompt, format_ok=format_ok, generation=_text_alone(text))
 

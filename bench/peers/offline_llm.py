@@ -9,37 +9,30 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 from bench.engine import Told, config_of, prompts, version_of
 from bench.harness import Questioner
 
 
-def load(model: str, device: str, kv_cache_gb: int = 1, **arguments: Any) -> Any:
-    """Return an `LLM`. On a GPU the environment decides whether its core has a process of its own."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    if device == "cpu":
-        os.environ |= {
-            "CUDA_VISIBLE_DEVICES": "",
-            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-    from vllm import LLM
-
-    return LLM(model=model, **arguments)
-
-
 def measure(questioner: Questioner) -> None:
-    """Measure tokens per second of `LLM.generate` with the model and the adapters of `bench.engine`."""
-    import transformers
+    """Measure tokens per second of `LLM.generate` with the model and the adapters of `bench.engine`.
 
+    On a GPU the environment decides whether its core has a process of its own.
+    """
     arguments = questioner.arguments
     directory, device = Path(arguments["directory"]), arguments["device"]
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if device == "cpu":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import transformers
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
+
     config = config_of(directory, device=device, rows=arguments.get("rows", 64))
     lora = {"enable_lora": True, "max_loras": config.engine.max_loras, "max_lora_rank": config.lora.lora_rank}
-    llm = load(
-        str(directory / "model"),
-        device,
+    llm = LLM(
+        model=str(directory / "model"),
         dtype=arguments["dtype"],
         max_model_len=config.engine.max_model_len,
         max_num_seqs=config.engine.max_parallel_seq,
@@ -50,9 +43,6 @@ def measure(questioner: Questioner) -> None:
         logprobs_mode="processed_logprobs",
         **(lora if arguments["has_lora"] else {}),
     )
-    from vllm import SamplingParams, TokensPrompt
-    from vllm.lora.request import LoRARequest
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
     rng = random.Random(arguments["seed"])
     questioner.answer({"dtype": arguments["dtype"]})

@@ -41,7 +41,6 @@ class TickingEngine:
         self._numbers = itertools.count()
         self._takes = threading.Event()
         self._loaded: set[int] = set()
-        self._num_tokens = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit_prompt(self, prompt: str, version: int, stop: tuple[str, ...]) -> str:
@@ -74,10 +73,6 @@ class TickingEngine:
         self._to_do.put((load, done))
         done.result()
 
-    def generated_tokens(self) -> int:
-        """Return the number of finished answers since the start."""
-        return self._num_tokens
-
     def num_waiting(self) -> int:
         """Return the number of requests in the queue."""
         return self._arrived.qsize()
@@ -100,7 +95,6 @@ class TickingEngine:
                         if isinstance(reply, Failed):
                             answer.set_exception(RequestError(reply.error))
                             continue
-                        self._num_tokens += len(reply.generation.completion_ids)
                         answer.set_result(reply.generation.text)
                 time.sleep(max(0.0, self._tick_s - (time.monotonic() - started)))
         finally:

@@ -89,9 +89,6 @@ def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Resu
     assert ratios["151k vocabulary: update's peak memory, a2c ÷ defaults"] > 0
     assert ratios["151k vocabulary: update's peak memory, ours ÷ reference"] < 1
     assert ratios["151k vocabulary: longest sequence in 2 GB, ours ÷ reference"] > 1
-    padding = [value for name, value in ratios.items() if name.startswith("share of padding")]
-    assert padding
-    assert all(share < 0.05 for share in padding)
 
 
 @pytest.mark.slow
