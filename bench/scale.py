@@ -1,18 +1,16 @@
-"""Scaling from one engine to eight, and the limit of one orchestrator.
+"""Scaling from one engine to eight, and the engines that one learner rank can feed.
 
 Real engine processes behind the whole orchestrator, at a real engine's pace (`engines.py`): a step of 10 ms and more,
-so that even two cores are not the limit, as the processor times show. Measures the orchestrator's effect on them: which
-engine gets which request, and how soon. Choice by outstanding tokens is compared with taking turns and with chance, in
-the same run.
+so that even two cores are not the limit, as the processor times show. Measures the orchestrator's effect on them. The
+learner is not measured: `plan.py` computes its part, which is printed first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from bench.engines import Latency
@@ -20,7 +18,6 @@ from bench.harness import (
     Options,
     Questioner,
     Report,
-    Subject,
     Subjects,
     Target,
     alternate,
@@ -31,7 +28,6 @@ from bench.harness import (
 )
 from bench.playing import playing
 from unstable_lite.config import Config
-from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.orchestrator.event_loop import run_in_loop
 
 MODULE = "bench.scale"
@@ -40,12 +36,14 @@ PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00002, slots=16)
 """Pace of this bench's engines. A token is a byte."""
 GAMES_PER_ENGINE = 16
 REPLIES = tuple("." * length + f"\\boxed{{[{cell}]}}" for cell in range(9) for length in (0, 10, 25, 60, 120))
-LEAST, IN_TURN, BY_CHANCE = "fewest outstanding tokens", "in turn", "by chance"
 WARM_UP_S = 1.5
 """Time of some answers, after a subject was frozen."""
 
 
 def run(options: Options) -> Report:
+    from bench import plan  # imports torch, which the measured orchestrators do without
+
+    print("\n\n".join(plan.tables()))
     question = "Tokens a second of many engines behind one orchestrator"
     report = Report(bench="scale", question=question, options=options)
     numbers = ENGINES[:2] if options.small else ENGINES
@@ -56,39 +54,24 @@ def run(options: Options) -> Report:
         "mean_reply": sum(map(len, REPLIES)) / len(REPLIES) + 1,
     }
     with Subjects() as subjects:
-        of_number = {number: subjects.start(MODULE, engines=number, seed=options.seed) for number in numbers}
-        _measure_scaling(report, of_number, options)
-    return report
-
-
-def _measure_scaling(report: Report, of_number: dict[int, Subject], options: Options) -> None:
-    most, answers = max(of_number), dict[str, dict[str, float]]()
-
-    def measure(name: str, subject: Subject, choice: str) -> Callable[[], float]:
-        def sample() -> float:
-            answers[name] = subject.measure(seconds=options.seconds, choice=choice)
-            return answers[name]["tokens_per_s"]
-
-        return sample
-
-    cases = {_name(number): measure(_name(number), subject, LEAST) for number, subject in of_number.items()}
-    for choice in (IN_TURN, BY_CHANCE):
-        cases[f"{_name(most)}, {choice}"] = measure(f"{_name(most)}, {choice}", of_number[most], choice)
-    samples = alternate(cases, options)
-    rows = {name: report.add(name, "tokens/s", samples[name]) for name in cases}
-    for number in sorted(of_number)[1:]:
+        cases = {}
+        for number in numbers:
+            subject = subjects.start(MODULE, engines=number, seed=options.seed)
+            cases[_name(number)] = partial(subject.measure, seconds=options.seconds)
+        answers = alternate(cases, options)
+    rows = {name: report.add(name, "tokens/s", [one["tokens_per_s"] for one in answers[name]]) for name in cases}
+    for number in numbers[1:]:
         alone = replace(rows[_name(1)], samples=tuple(number * sample for sample in rows[_name(1)].samples))
-        target = Target(bound="≥", value=0.95) if number == most else None
+        target = Target(bound="≥", value=0.95) if number == max(numbers) else None
         report.add_ratio(f"{_name(number)} ÷ {number} × 1 engine", rows[_name(number)], alone, target)
     for name in cases:
-        if name.startswith(f"{_name(most)},"):
-            report.add_ratio(f"{_name(most)}: {LEAST} ÷{name.partition(',')[2]}", rows[_name(most)], rows[name])
-    for name, last in answers.items():
+        last = answers[name][-1]
         report.notes.append(
             f"{name}: {last['turns_per_s']:.0f} turns/s, {last['cpu_us']:.0f} µs of the orchestrator's processor time "
             f"a turn, {last['engines_busy']:.0%} of a core for all engines, {last['orchestrator_busy']:.0%} for the "
             f"orchestrator, of {cores()} cores; {last['void']:.0f} void"
         )
+    return report
 
 
 def _name(engines: int) -> str:
@@ -96,25 +79,6 @@ def _name(engines: int) -> str:
 
 
 # ------------------------------------------------------------------------------------ subjects
-
-
-class ChoosingPool(EnginePool):
-    """Pool of a run, which can also choose engines in turn or by chance."""
-
-    choice = LEAST
-
-    def __init__(self, engines: Sequence[EngineClient], seed: int) -> None:
-        super().__init__(engines)
-        self._rng = random.Random(seed)
-        self._next = 0
-
-    def choose(self, up: Sequence[EngineClient]) -> EngineClient:
-        if self.choice == IN_TURN:
-            self._next += 1
-            return up[self._next % len(up)]
-        if self.choice == BY_CHANCE:
-            return self._rng.choice(up)
-        return super().choose(up)
 
 
 def config_of(arguments: dict[str, Any]) -> Config:
@@ -134,30 +98,30 @@ def config_of(arguments: dict[str, Any]) -> Config:
 async def measure(questioner: Questioner) -> None:
     arguments = questioner.arguments
     config, number = config_of(arguments), arguments["engines"]
-    async with started_engines(config, number, 1, PACE.environment()) as (engines, processes):
-        pool = ChoosingPool(engines.engines, arguments["seed"])
-        async with playing(config, pool, GAMES_PER_ENGINE * number) as played:
-            questioner.answer({})
-            for request in questioner.requests():
-                pool.choice = request["choice"]
-                await asyncio.sleep(WARM_UP_S)
-                started, cpu_s = time.perf_counter(), time.process_time()
-                engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes)
-                tokens, turns = pool.generated_tokens, played.turns
-                await asyncio.sleep(request["seconds"])
-                seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
-                turns = played.turns - turns
-                engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes) - engines_cpu_s
-                questioner.answer(
-                    {
-                        "tokens_per_s": (pool.generated_tokens - tokens) / seconds,
-                        "turns_per_s": turns / seconds,
-                        "cpu_us": 1e6 * cpu_s / max(turns, 1),
-                        "orchestrator_busy": cpu_s / seconds,
-                        "engines_busy": engines_cpu_s / seconds,
-                        "void": played.void,
-                    }
-                )
+    async with (
+        started_engines(config, number, 1, PACE.environment()) as (pool, processes),
+        playing(config, pool, GAMES_PER_ENGINE * number) as played,
+    ):
+        questioner.answer({})
+        for request in questioner.requests():
+            await asyncio.sleep(WARM_UP_S)
+            started, cpu_s = time.perf_counter(), time.process_time()
+            engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes)
+            tokens, turns = pool.generated_tokens, played.turns
+            await asyncio.sleep(request["seconds"])
+            seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
+            turns = played.turns - turns
+            engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes) - engines_cpu_s
+            questioner.answer(
+                {
+                    "tokens_per_s": (pool.generated_tokens - tokens) / seconds,
+                    "turns_per_s": turns / seconds,
+                    "cpu_us": 1e6 * cpu_s / max(turns, 1),
+                    "orchestrator_busy": cpu_s / seconds,
+                    "engines_busy": engines_cpu_s / seconds,
+                    "void": played.void,
+                }
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/results.md says what the published runs say."""
+"""docs/results.md says what the published runs say, and docs/scale.md what `bench scale` computes."""
 
 import json
 import re
@@ -31,3 +31,14 @@ def test_every_published_study_is_whole_small_and_on_the_page(path):
     assert path.stat().st_size < 2_000_000
     assert f"examples/studies/{path.stem}.toml" in PAGE and f"bench/results/studies/{path.stem}.json" in PAGE
     assert (ROOT / "examples" / "studies" / f"{path.stem}.toml").exists()
+
+
+def test_scale_page_has_exactly_the_tables_that_the_bench_prints():
+    from bench import plan  # imports torch
+
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Engines of a learner rank\n")[2].partition("\n## ")[0]
+    for table in plan.tables():
+        assert f"\n\n{table}\n\n" in section, "copy the tables of `python -m bench scale`"
+        section = section.replace(table, "")
+    assert "|" not in section and "```" not in section, "the page has a table that the bench does not print"
