@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import psutil
@@ -40,11 +40,6 @@ MAX_POINTS = 1000
 """Most points of a curve; longer ones are thinned evenly."""
 MAX_LABEL_CHARS = 60
 STATE_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "killed": "red", "unreadable": "red"}
-
-
-class Pace(NamedTuple):
-    seconds_per_update: float
-    games_per_s: float
 
 
 class _Tail:
@@ -162,8 +157,8 @@ class RunDirectory:
             self._spikes, self._judged = find_spikes(updates), len(updates)
         return self._spikes
 
-    def pace(self) -> Pace | None:
-        """Return the rate over the newest updates; None before there are two of them."""
+    def pace(self) -> tuple[float, float] | None:
+        """Return seconds per update and games per second, over the newest updates; None before there are two."""
         lines = self.updates()[-PACE_UPDATES:]
         if len(lines) < 2:
             return None
@@ -171,11 +166,10 @@ class RunDirectory:
         if seconds <= 0:
             return None
         games = lines[-1]["run/games"] - lines[0]["run/games"]
-        return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
+        return seconds / (lines[-1]["step"] - lines[0]["step"]), games / seconds
 
     def latest(self) -> Metrics:
-        lines = self.updates()
-        return lines[-1] if lines else {}
+        return (self.updates() or [{}])[-1]
 
     def totals(self) -> Totals:
         """Return the totals of the whole run: of live.json, which is newer than the newest update's metrics."""

@@ -110,10 +110,6 @@ class TerminalInterface:
         self._show()
 
     def stop(self) -> None:
-        self._doing.clear()
-        self.stop_counting()
-
-    def stop_counting(self) -> None:
         """End the progress; other operations remain visible."""
         self._is_counting = False
         self._show()

@@ -5,7 +5,6 @@ Owns when an alarm is on. Knows no runs, files or terminals, and does not perfor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,8 @@ import msgspec
 
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.tracking.evaluations import Evaluation
-from unstable_lite.tracking.intervals import mean_interval, percent, percent_range, points_interval, share_interval
+from unstable_lite.tracking.intervals import percent, percent_range
+from unstable_lite.tracking.windows import VALID
 
 SAY_EVERY = 20
 """Number of further readings after which an alarm that stays on is repeated, with its action."""
@@ -285,60 +285,16 @@ def readings_of(metrics: Mapping[str, float]) -> list[Reading]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Result of the policy at one time: its share of the points, a share of games, or a mean reward."""
-
-    who: str
-    """Name of the policy: `ckpt-20`, `up to update 20`."""
-    update: int
-    mean: float
-    n: int
-    draws: int = 0
-    """Number of draws, which count half in a share of points."""
-    what: str | None = None
-    """Kind of games of which `mean` is the share; None if it is the share of points."""
-    std: float | None = None
-    """Standard deviation of a game's reward; None if `mean` is a share."""
-    deals: tuple[tuple[float, ...], ...] = ()
-    """Points of the games of each deal, if they are known."""
-
-    @classmethod
-    def of(cls, evaluation: Evaluation) -> Result | None:
-        """Return the result of an evaluation, or None if fewer than two games count."""
-        if evaluation.n < 2:
-            return None
-        known: dict[str, Any] = {"who": evaluation.model, "update": evaluation.step, "n": evaluation.n}
-        if math.isfinite(evaluation.points):
-            return cls(mean=evaluation.points, draws=evaluation.draws, deals=evaluation.deals, **known)
-        return cls(mean=evaluation.mean_reward, std=evaluation.reward_std, **known)
-
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        if self.std is not None:
-            return mean_interval(self.mean, self.std, self.n, level)
-        if self.deals:
-            return share_interval(self.deals, level)
-        wins = round(self.mean * self.n - self.draws / 2)
-        return points_interval(wins, self.draws, self.n - wins - self.draws, level)
-
-    def describe(self) -> str:
-        low, high = self.interval()
-        if self.std is None:
-            of = f"{self.n} games {self.what}" if self.what else f"the points in {self.n} games"
-            return f"{self.who} {percent(self.mean)} of {of} (95 %: {percent_range(low, high)})"
-        return f"{self.who} a mean reward of {self.mean:.3f} in {self.n} games (95 %: {low:.3f} – {high:.3f})"
-
-
 @dataclass(slots=True)
 class Contest:
     """Comparison of the newest result of one subject, an env and an opponent, with the best result before it."""
 
-    best: Result | None = None
-    newest: Result | None = None
+    best: Evaluation | None = None
+    newest: Evaluation | None = None
     compared: int = 0
     """Number of results so far."""
 
-    def add(self, alarm: str, subject: str, result: Result) -> list[Reading]:
+    def add(self, alarm: str, subject: str, result: Evaluation) -> list[Reading]:
         """Return the reading of `alarm` that follows from a result: how far its interval is below that of the best.
 
         There is none if there is no earlier result, or if the newest is the best. Evaluations overlap, so the result of
@@ -348,17 +304,39 @@ class Contest:
         level = 1 - 0.05 / max(self.compared, 1)
         self.compared += 1
         before = self.best
-        if before is None or result.interval()[0] > before.interval()[0]:
+        if before is None or result.interval[0] > before.interval[0]:
             self.best = result
-        if self.newest is None or result.update >= self.newest.update:
+        if self.newest is None or result.step >= self.newest.step:
             rival, self.newest = before, result
         else:  # a late result, which judges the newest if it is a new best
             rival = None if self.best is before else self.best
         newest = self.newest
         if rival is None or rival == newest:
             return []
-        gap = rival.interval(level)[0] - newest.interval(level)[1]
-        size = f"{gap:.3f}" if newest.std is not None else f"{100 * gap:.1f} percentage points"
+        gap = rival.interval_at(level)[0] - newest.interval_at(level)[1]
+        size = f"{100 * gap:.1f} percentage points" if newest.is_share else f"{gap:.3f}"
         apart = f"do not overlap: they lie {size} apart" if gap > 0 else "overlap"
-        detail = f"{subject}: {newest.describe()}, but {rival.describe()}; widened for all comparisons, these {apart}"
+        detail = f"{subject}: {score_of(newest)}, but {score_of(rival)}; widened for all comparisons, these {apart}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]
+
+
+def contest_of(state: dict[str, Any]) -> Contest:
+    """Return a contest that was saved; earlier versions saved fewer facts of a result."""
+    for result in filter(None, (state["best"], state["newest"])):
+        if "who" in result:
+            n, draws, is_share = result["n"], result["draws"], result["std"] is None
+            wins = round(result["mean"] * n - draws / 2) * is_share
+            result |= {"label": result["what"] or "", "model": result["who"], "step": result["update"]}
+            result |= dict.fromkeys(("env_id", "opponent"), "") | dict.fromkeys(("invalid", "void"), 0)
+            result |= {"wins": wins, "losses": (n - wins - draws) * is_share, "scores": result["deals"]}
+            result |= {"mean_reward": result["mean"], "reward_std": result["std"] or 0.0}
+    return msgspec.convert(state, Contest)
+
+
+def score_of(result: Evaluation) -> str:
+    """Return the policy with its result; the label of training games names those that are counted."""
+    low, high = result.interval
+    if result.is_share:
+        of = f"{result.n} games {VALID}" if result.label == VALID else f"the points in {result.n} games"
+        return f"{result.model} {percent(result.points)} of {of} (95 %: {percent_range(low, high)})"
+    return f"{result.model} a mean reward of {result.value_text} in {result.n} games (95 %: {low:.3f} – {high:.3f})"

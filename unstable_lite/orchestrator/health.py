@@ -22,10 +22,10 @@ import msgspec
 from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
 from unstable_lite.games.openspiel.game_tree import flatten
-from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
+from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of, score_of
 from unstable_lite.rollout.back_pressure import FATES
 from unstable_lite.rollout.buffer import Buffer
-from unstable_lite.tracking.evaluations import POINTS, Evaluation
+from unstable_lite.tracking.evaluations import POINTS, Evaluation, Tally
 from unstable_lite.tracking.records import steps_of
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
@@ -34,6 +34,7 @@ from unstable_lite.types import CONTEXT_FULL, REASONS, Batch, GameRecord, GameSp
 
 log = logging.getLogger(__name__)
 
+OUTCOMES = {points: outcome for outcome, points in POINTS.items()}
 LOOK_S = 0.5
 """Time between two checks whether the file PAUSED still exists."""
 MIN_GAMES = 100
@@ -192,8 +193,7 @@ class TrainingHealth:
             "decline": "declined: the newest training games, of several policies, are worse than earlier ones",
         }
         return [
-            f"{claim}: {subject}: {contest.newest.describe()}, but {contest.best.describe()}. "
-            f"{self._where(contest.best)}"
+            f"{claim}: {subject}: {score_of(contest.newest)}, but {score_of(contest.best)}. {self._where(contest.best)}"
             for subject, contest in self._contests.items()
             for name, claim in claims.items()
             if self._alarms.is_on(name, subject) and contest.newest and contest.best
@@ -212,7 +212,7 @@ class TrainingHealth:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; evaluations that ended after it was saved have been reported."""
         self._alarms.load_state_dict(state["alarms"])
-        self._contests.update(msgspec.convert(state["contests"], dict[str, Contest]))
+        self._contests |= {subject: contest_of(contest) for subject, contest in state["contests"].items()}
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
         self._first_entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
@@ -220,10 +220,8 @@ class TrainingHealth:
 
     def _compared(self, evaluation: Evaluation) -> list[Reading]:
         self._num_evaluations += 1
-        if (result := Result.of(evaluation)) is None:
-            return []
         subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
-        return self._contests[subject].add("collapse", subject, result)
+        return self._contests[subject].add("collapse", subject, evaluation) if evaluation.n > 1 else []
 
     def _judge(self, readings: Iterable[Reading]) -> None:
         for change in self._alarms.judge(self._update, readings):
@@ -267,17 +265,12 @@ class TrainingHealth:
         for (what, games), window in self._tracker.windows.judged.items():
             if what == ENDED or (n := len(window)) < MIN_GAMES:
                 continue
-            share = sum(window) / n
+            tally = Tally()
+            for value in window:
+                tally.add(OUTCOMES[value], value, own_invalid=False)
+            result = tally.evaluation(what, f"up to update {self._update}", self._update, "", "")
             if what == VALID:
-                readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
-            result = Result(
-                who=f"up to update {self._update}",
-                update=self._update,
-                mean=share,
-                n=n,
-                draws=sum(value == POINTS["draw"] for value in window),
-                what=VALID if what == VALID else None,
-            )
+                readings.append(Reading(alarm="invalid_moves", value=1 - result.points, n=n, subject=games))
             subject = f"training games of {games}" if what == VALID else games
             readings += self._contests[subject].add("decline", subject, result)
         return readings
@@ -325,12 +318,12 @@ class TrainingHealth:
             )
             yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
 
-    def _where(self, best: Result) -> str:
-        if best.update == 0:
+    def _where(self, best: Evaluation) -> str:
+        if best.step == 0:
             return "That is the policy from which training started."
         kept = by_update(self._directory / "adapters") | by_update(self._directory / "checkpoints")
-        if best.update in kept:
-            return f"That is {kept[best.update]}"
-        nearest = min(kept, key=lambda update: abs(update - best.update), default=None)
+        if best.step in kept:
+            return f"That is {kept[best.step]}"
+        nearest = min(kept, key=lambda update: abs(update - best.step), default=None)
         found = "no checkpoint was kept" if nearest is None else f"the nearest is {kept[nearest]}"
-        return f"Update {best.update} itself has no checkpoint (run.checkpoint_every); {found}"
+        return f"Update {best.step} itself has no checkpoint (run.checkpoint_every); {found}"

@@ -71,7 +71,7 @@ class Progress:
         )
         yield
         self.training_seconds = time.monotonic() - self._started
-        parts.terminal.stop_counting()
+        parts.terminal.stop()
 
     def count_skipped(self, reason: str) -> None:
         """Count a batch of which the learner made no update."""

@@ -78,7 +78,7 @@ INTERFACES: dict[str, tuple[str, ...]] = {
         "wake", "size", "contents", "refill", "counts", "added", "filtered", "dropped_stale", "dropped_lately",
         "left_lately", *STATE,
     ),
-    "terminal": ("start", "stop", "stop_counting", "say", "doing", "show_update"),
+    "terminal": ("start", "stop", "say", "doing", "show_update"),
     "tracker": (
         "begin_game", "add_record", "add_evaluation", "end_evaluations", "evaluations", "add_train_data", "alarm",
         "alarms", "log", "log_update", "windows", "latest", "games_finished", "totals", "ended_early",

@@ -111,35 +111,27 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the result: of the points, or in single-player envs of the mean reward."""
+        return self.interval_at(0.95)
+
+    def interval_at(self, level: float) -> tuple[float, float]:
         if not self.is_share:
-            return self.reward_interval
-        if deals := self.deals:
-            return share_interval(deals)
-        return points_interval(self.wins, self.draws, self.losses)
+            return self.reward_interval(level)
+        if deals := _played(self.scores):
+            return share_interval(deals, level)
+        return points_interval(self.wins, self.draws, self.losses, level)
 
-    @property
-    def deals(self) -> tuple[tuple[float, ...], ...]:
-        """Scores of the games of each deal that has any, without void ones."""
-        return _played(self.scores)
-
-    @property
-    def reward_interval(self) -> tuple[float, float]:
-        """95 % t-interval of the mean reward, over deals if they are known; all numbers for fewer than two."""
+    def reward_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Return the t-interval of the mean reward, over deals if they are known; all numbers for fewer than two."""
         std, n = self.reward_std, self.n
         if deals := _played(self.rewards):  # a ratio estimate: void games leave deals with fewer games
             squares = sum((sum(deal) - self.mean_reward * len(deal)) ** 2 for deal in deals)
             n = len(deals)
             std = math.sqrt(squares / max(n - 1, 1)) * n / self.n
-        return mean_interval(self.mean_reward, std, n) if n > 1 else (-math.inf, math.inf)
-
-    @property
-    def optimal_share(self) -> float:
-        """Share of optimal moves; NaN without a choice."""
-        return self.optimal / self.choices if self.choices else math.nan
+        return mean_interval(self.mean_reward, std, n, level) if n > 1 else (-math.inf, math.inf)
 
     @property
     def optimal_text(self) -> str:
-        return percent(self.optimal_share) if self.choices else "–"
+        return percent(self.optimal / self.choices) if self.choices else "–"
 
     @property
     def own_invalid(self) -> str:
@@ -183,7 +175,7 @@ class Evaluation:
     @property
     def utility_text(self) -> str:
         """Mean utility, of which points say less; empty outside of OpenSpiel's games."""
-        low, high = self.reward_interval
+        low, high = self.reward_interval()
         if not is_openspiel(self.env_id) or not self.is_share or not math.isfinite(low):
             return ""
         return f"mean utility {self.mean_reward:+.3f} (95 %: {low:+.3f} to {high:+.3f})"
@@ -214,7 +206,7 @@ class Evaluation:
             won = wilson_interval(self.wins, self.n)
             shares += [("Points", self.points, self.interval), ("Win Rate", self.win_rate, won)]
         if self.choices:
-            shares.append(("Optimal Moves", self.optimal_share, self.optimal_interval))
+            shares.append(("Optimal Moves", self.optimal / self.choices, self.optimal_interval))
             metrics["n (choices)"] = self.choices
         for name, share, (low, high) in shares:
             metrics |= {name: share, f"{name} low": low, f"{name} high": high}

@@ -26,7 +26,7 @@ from rich.console import Console
 from fakes import shown_runs
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.dashboards.league import Result
-from unstable_lite.dashboards.run_directory import Pace, RunDirectory
+from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import sparkline
 from unstable_lite.dashboards.top import MachineLoad, draw
 from unstable_lite.errors import UnstableError
@@ -203,7 +203,7 @@ def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(directory: P
         file.write("".join(json.dumps(line) + "\n" for line in lines))
     view = RunDirectory(directory)
     view.refresh()
-    assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
+    assert view.pace() == (3.0, 2.0)
     path.write_text(json.dumps(lines[0]) + "\n")
     view.refresh()
     assert view.pace() is None  # a single update has no pace

@@ -70,7 +70,7 @@ def test_long_task_shows_its_progress_until_it_ends():
         with terminal.doing(lambda: "another"):
             terminal.start(20)
             assert all(fact in refresh(terminal) for fact in ("2 of 9 games", "another", "0/20"))
-        terminal.stop_counting()
+        terminal.stop()
         assert "2 of 9 games" in refresh(terminal)
         assert "another" not in refresh(terminal) and "0/20" not in refresh(terminal)
     assert terminal._live is None

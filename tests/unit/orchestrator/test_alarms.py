@@ -4,16 +4,15 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
-from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
+from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of
 from unstable_lite.tracking.evaluations import Evaluation, Tally
-from unstable_lite.tracking.intervals import points_interval
+from unstable_lite.tracking.intervals import mean_interval, points_interval, share_interval
 
 PAGE = (Path(__file__).parents[3] / "docs" / "collapse.md").read_text()
 
@@ -128,16 +127,15 @@ def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evalu
 
 
 def gaps(contest: Contest, evaluations: list[Evaluation]) -> list[float]:
-    results = [Result.of(each) for each in evaluations]
-    return [r.value for result in results if result is not None for r in contest.add("collapse", "S", result)]
+    return [reading.value for each in evaluations for reading in contest.add("collapse", "S", each)]
 
 
 def test_result_collapses_if_its_interval_is_below_the_best_one():
     contest = Contest()
     fine, worse = gaps(contest, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
     assert fine < 0 < worse
-    assert contest.best.who == "ckpt-20"
-    (reading,) = contest.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
+    assert contest.best.model == "ckpt-20"
+    (reading,) = contest.add("collapse", "S", evaluation(200, step=40))
     assert re.search(r"^S: ckpt-40 50\.0 %.* 400 .*45\.1–54\.9.* ckpt-20 82\.5 %.* 78\.5–85\.9", reading.detail)
     assert re.search(r"do not overlap: they lie \d+\.\d percentage points apart$", reading.detail)
     # Two results: disjoint intervals of 95 % decide.
@@ -151,6 +149,18 @@ def test_result_is_judged_by_the_deals_of_its_games():
     first = replace(evaluation(200), scores=alike)
     second = replace(evaluation(180), scores=((0.0, 0.0),) * 20 + alike[20:])
     assert gaps(Contest(), [evaluation(200), evaluation(180)])[0] < 0 < gaps(Contest(), [first, second])[0]
+
+
+def test_contests_that_earlier_versions_saved_have_the_same_results():
+    saved = {"who": "ckpt-20", "update": 20, "n": 100, "what": None, "std": None, "deals": []}
+    deals = [[1.0, 0.5], [0.0, 1.0]]
+    for result, expected in (
+        (saved | {"mean": 0.6, "draws": 20}, points_interval(50, 20, 30)),
+        (saved | {"mean": 0.625, "draws": 1, "n": 4, "deals": deals}, share_interval(deals)),
+        (saved | {"mean": 0.25, "draws": 0, "std": 0.5}, mean_interval(0.25, 0.5, 100)),
+    ):
+        best = contest_of({"best": result, "newest": None, "compared": 1}).best
+        assert (best.model, best.step, best.value, best.interval) == ("ckpt-20", 20, result["mean"], expected)
 
 
 def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse():
@@ -167,17 +177,16 @@ def test_late_results_are_judged_in_the_order_of_updates():
     gaps(contest, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
     newest, best = contest.newest, contest.best
     assert newest is not None and newest == best
-    assert newest.who == "ckpt-20", "the better result of update 20 is the newest: no collapse"
+    assert newest.model == "ckpt-20", "the better result of update 20 is the newest: no collapse"
     assert gaps(contest, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
     assert not any(gap > 0 for gap in gaps(contest, [evaluation(310, step=30)]))
     assert gaps(contest, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
-    assert contest.newest.who == "ckpt-30"
+    assert contest.newest.model == "ckpt-30"
 
 
 def test_rewards_are_compared_in_envs_without_winners():
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
     assert gaps(Contest(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
-    assert Result.of(evaluation(0, n=0, losses=0)) is None
 
 
 def test_identical_rewards_decide_only_what_shares_would():
@@ -207,7 +216,7 @@ def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike,
                 first = [chance.random() < share for _ in range(200)]
                 second = [won if chance.random() < alike else chance.random() < share for won in first]
                 deals = tuple((float(one), float(other)) for one, other in zip(first, second, strict=True))
-                result = Result(who="", update=update, mean=fmean(map(fmean, deals)), n=400, deals=deals)
+                result = replace(evaluation(sum(first) + sum(second), step=update), scores=deals)
                 is_false_alarm |= any(reading.value > 0 for reading in contest.add("collapse", "S", result))
         false_alarms += is_false_alarm
     assert false_alarms <= 0.05 * runs

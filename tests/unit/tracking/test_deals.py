@@ -99,10 +99,10 @@ def test_luck_of_the_deal_cancels_in_points_and_utility():
         utilities += [luck, -luck if rng.random() < 0.9 else luck]
     found = evaluation(utilities)
     independent = replace(found, scores=(), rewards=())
-    for name in ("interval", "reward_interval"):
-        (low, high), (lowest, highest) = getattr(found, name), getattr(independent, name)
+    for name in ("interval_at", "reward_interval"):
+        (low, high), (lowest, highest) = getattr(found, name)(0.95), getattr(independent, name)(0.95)
         assert high - low < 0.6 * (highest - lowest), name
-    low, high = found.reward_interval
+    low, high = found.reward_interval()
     assert "utility" not in evaluation(utilities, "Nim-v0-train").describe()
     assert found.describe().endswith(f"; mean utility {found.mean_reward:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
     line = msgspec.json.decode(msgspec.json.encode(found.to_json()))
@@ -129,7 +129,7 @@ def test_void_game_leaves_the_rest_of_its_deal():
 def test_equal_results_leave_the_interval_a_width():
     found = evaluation([2.0, -2.0] * 10)
     assert 0 < found.interval[0] < 0.5 < found.interval[1] < 1
-    assert found.reward_interval[0] < 0 < found.reward_interval[1]
+    assert found.reward_interval()[0] < 0 < found.reward_interval()[1]
     low, high = mean_interval(0.2, stdev([0.3 - 0.1, 0.5 - 0.3]), 2)
     assert low < -0.5 and high > 0.5, "equal but for rounding"
     won = evaluation([1.0] * 40)
@@ -141,7 +141,7 @@ def test_line_of_an_older_run_has_the_interval_of_now(tmp_path):
     line = json.loads(msgspec.json.encode(found.to_json())) | {"interval": [0.0, 0.1], "points_over_deals": None}
     del line["rewards"]
     read = Evaluation.from_json(line)
-    assert read.interval == found.interval and math.isfinite(read.reward_interval[0])
+    assert read.interval == found.interval and math.isfinite(read.reward_interval()[0])
     (tmp_path / "config.toml").write_text("model_name = 'm'\ntrain_envs = []\n[run]\nlearning_steps = 3\n")
     (tmp_path / "eval.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     run = RunDirectory(tmp_path)
