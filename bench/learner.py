@@ -56,6 +56,7 @@ MAX_GENERATION_LEN = 2048
 
 CASES: dict[str, dict[str, Any]] = {
     "tiny": {"items": 100, "prompt": (60, 80), "completion": (6, 10), "vocab_size": None},
+    "tiny, games": {"items": 60, "turns": 6, "prompt": (60, 80), "completion": (6, 10), "vocab_size": None},
     "151k vocabulary": {"items": 2, "prompt": (500, 900), "completion": (500, 900), "vocab_size": 151_936},
 }
 SMALL: dict[str, dict[str, Any]] = {
@@ -233,9 +234,11 @@ def _batch(arguments: dict[str, Any]) -> dict[str, Any]:
     some_ids = _ids_of_letters(Path(arguments["directory"]))
     columns: dict[str, Any] = {"advantages": rng.choice([-1.0, 0.5, 1.0], arguments["items"])}
     for index in range(arguments["items"]):
-        for part in ("prompt", "completion"):
-            size = rng.integers(*arguments[part])
-            columns[f"{part}{index}"] = rng.choice(some_ids, size)
+        parts = "prompt", "completion"
+        columns |= {f"{part}{index}": rng.choice(some_ids, rng.integers(*arguments[part])) for part in parts}
+        if index % arguments.get("turns", 1):  # the prompt of a later turn repeats the game
+            game = [columns[f"{part}{index - 1}"] for part in parts]
+            columns[f"prompt{index}"] = np.concatenate([*game, columns[f"prompt{index}"]])
     return columns
 
 

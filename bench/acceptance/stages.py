@@ -40,7 +40,7 @@ STAGES = {
     ),
     "tests-learner": Stage(
         function="marked_tests:learner",
-        proves="the learner's tests marked gpu pass, and none is skipped",
+        proves="the learner's tests marked gpu pass (a forest's gradient is that of rows), and none is skipped",
         limit_s=300,
         needs_gpu=True,
     ),

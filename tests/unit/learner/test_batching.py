@@ -1,7 +1,7 @@
 """The tokens that are trained, and the tokens that are computed for them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,28 @@ def read_until(batch: MicroBatch, position: int) -> list[int]:
     return batch.tokens_BT[0, is_seen_T].tolist()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forests_cost_nothing() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "FOREST_COST", 0.0)
+        yield
+
+
+def test_rows_are_read_where_little_is_shared(monkeypatch):
+    monkeypatch.setattr(batching, "FOREST_COST", 1.25)
+    lengths = (6, 10, 8)
+    for num_shared, is_forest in (
+        (1, False),
+        (2, False),
+        (3, True),
+        (5, True),
+    ):  # 2, 4, 6, 10 of 24 are repeated
+        items = [make_item([*range(num_shared), *[90 + n] * (n - num_shared - 1)], [1]) for n in lengths]
+        batch = one_batch(items)
+        assert (batch.forest is not None) == is_forest
+        assert batch.tokens_BT.shape == ((1, 24 - 2 * num_shared) if is_forest else (3, 10))
+
+
 @pytest.mark.parametrize("layout", ["forest", "rows", "separate"])
 def test_only_completion_tokens_are_trained_from_the_position_before(layout):
     batch = one_batch([item(3, 2, first_id=10), item(1, 1, first_id=50)], layout=layout)
@@ -59,17 +81,17 @@ def test_only_completion_tokens_are_trained_from_the_position_before(layout):
 
 
 def test_forced_ids_are_read_in_their_place_and_never_trained():
-    rows = [replace(item(2, 2, first_id=10), forced=forced(at, 90, 91)) for at in (1, 0, 2)]
+    rows = [replace(item(2, 2, first_id=10), forced=forced(at, 90, 91)) for at in (2, 1, 0)]
     batch = one_batch([*rows, item(2, 2, first_id=50)], layout="rows")
     assert [length(row) for row in rows] == [6, 6, 6]
     assert batch.tokens_BT.tolist() == [
+        [10, 11, 12, 13, 90, 91],
         [10, 11, 12, 90, 91, 13],
         [10, 11, 90, 91, 12, 13],
-        [10, 11, 12, 13, 90, 91],
         [50, 51, 52, 53, 0, 0],
     ]
     assert batch.target_U.tolist() == [12, 13, 12, 13, 12, 13, 52, 53]
-    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [11, 91, 91, 12, 11, 12, 51, 52]
+    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [11, 12, 11, 91, 91, 12, 51, 52]
     assert batch.num_padding == 2
     assert fit(rows, max_train_len=5).num_dropped == 3
 
