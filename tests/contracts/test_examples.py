@@ -40,7 +40,7 @@ NAMES = {files[0]: name for name, files in NEW.items()}
 """Name by which `new` writes a config."""
 CONFIGS = sorted({*EXAMPLES.rglob("*.toml")} - {*STUDIES, EXAMPLES / "verifiers.toml"})
 """Configs of runs; tests/integration/games/test_verifiers_env.py runs the other one, with the extra `verifiers`."""
-GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
+GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24), "exploitability_of_a_model": (1, 24)}
 """Number of GPUs that an example is for, and the memory of each in GiB."""
 
 

@@ -53,6 +53,9 @@ def evaluate_models(
     exact: Annotated[
         bool, typer.Option("--exact", help="Play nothing: compute exploitability in games of OpenSpiel.")
     ] = False,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="With --exact: estimate from this many answers in each decision state.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="With --exact: games of any size.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Debug = False,
@@ -60,6 +63,7 @@ def evaluate_models(
     """Evaluate checkpoints on disk: models × opponents × envs, or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface, remark_lines
+        from unstable_lite.evaluation.calls import exact_results
         from unstable_lite.evaluation.evaluator import evaluate
         from unstable_lite.evaluation.ladder import places_tables
         from unstable_lite.evaluation.plan import plan_evaluation
@@ -68,8 +72,10 @@ def evaluate_models(
 
         if exact and (opponent or ladder or games != DEFAULT_GAMES or temperature is not None):
             raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
-        if not exact and (output is None or force):
-            raise typer.BadParameter("--force is for --exact" if force else "--output is needed, for games and tables")
+        if not exact and (force or samples):
+            raise typer.BadParameter(f"{'--force' if force else '--samples'} is for --exact")
+        if not exact and output is None:
+            raise typer.BadParameter("--output is needed, for games and tables")
         say, out = TerminalInterface(quiet=quiet).say, console()
         plan = plan_evaluation(
             models,
@@ -84,9 +90,9 @@ def evaluate_models(
             trusts_config=trust_config,
         )
         if exact:
-            from unstable_lite.evaluation.scoring import evaluate_exactly, exact_tables
+            from unstable_lite.evaluation.exact import exact_tables
 
-            results = evaluate_exactly(plan, force, say)
+            results = exact_results(plan, samples, force, say)
             out.print(*exact_tables(results), sep="\n")
             if output is not None:
                 output.mkdir(parents=True, exist_ok=True)
@@ -128,9 +134,6 @@ def probe(
     models: ModelsOfRun = None,
     output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
     games: Annotated[int, typer.Option(min=2, help="Number of random legal games with the positions.")] = 20,
-    samples: Annotated[
-        int | None, typer.Option(min=2, help="Count sampled answers instead, this many at each position.")
-    ] = None,
     env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; default: cuda if available.")] = None,
     override: SetKeys = None,
@@ -142,8 +145,7 @@ def probe(
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.models import find_run
         from unstable_lite.evaluation.plan import plan_evaluation
-        from unstable_lite.evaluation.probing import probe_by_samples, probe_tables, write_probes
-        from unstable_lite.orchestrator.event_loop import run_in_loop
+        from unstable_lite.evaluation.probing import probe_tables, write_probes
         from unstable_lite.planning.trust import run_config
 
         run_directory, changes, say = find_run([str(run)]) or run, override or (), TerminalInterface().say
@@ -155,13 +157,9 @@ def probe(
             opponents=["base"],
             overrides=changes,
         )
-        if samples is None:
-            from unstable_lite.evaluation.scoring import probe_models  # loads torch: after every refusal
+        from unstable_lite.evaluation.scoring import probe_models  # loads torch: after every refusal
 
-            probes = probe_models(replace(plan, run=run_directory), games, say, device)
-        else:
-            (logs := run_directory / "logs" / "probe").mkdir(parents=True, exist_ok=True)
-            probes = run_in_loop(probe_by_samples(plan, games, samples, logs, say))
+        probes = probe_models(replace(plan, run=run_directory), games, say, device)
         write_probes(target, probes)
         console().print(*probe_tables(probes), sep="\n")
         console().print(f"table in {target}", soft_wrap=True)

@@ -44,6 +44,9 @@ class RunConfig(Section):
     exact_every: int | None = Field(None, ge=1)
     """Number of updates between two exact computations of the policy's exploitability in each OpenSpiel env, for which
     the learner pauses (docs/evaluate.md). Default: none."""
+    exact_samples: int | None = Field(None, ge=2)
+    """Number of answers in each decision state from which `exact_every` estimates the exploitability, for models that
+    think before they answer. Default: it is computed from the probability of each legal answer."""
     seed: int = Field(0, ge=0)
     """Seed of envs, samplers and sampling; training and evaluation envs have separate seeds. With `schedule` "async",
     an engine draws a random seed when it restarts or the run resumes, so that it does not repeat its samples."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.evaluation.evaluator import evaluate as play_evaluation
+from unstable_lite.evaluation.exact import ExactResult, evaluate_by_samples
 from unstable_lite.evaluation.plan import EvaluationPlan, plan_evaluation
 from unstable_lite.evaluation.results import table_rows
 from unstable_lite.orchestrator.event_loop import run_in_loop
@@ -58,6 +59,7 @@ def exploitability(
     envs: Words = (),
     config: str | Path | None = None,
     overrides: Sequence[str] = (),
+    samples: int | None = None,
     force: bool = False,
     trust_config: bool = False,
     quiet: bool = False,
@@ -66,10 +68,20 @@ def exploitability(
 
     The arguments are those of `unstable-lite eval --exact`. Raises UnstableError for anything that the command reports.
     """
-    from unstable_lite.evaluation.scoring import evaluate_exactly
-
     plan = _plan(models, envs, "base", config, overrides=overrides, trusts_config=trust_config, output=Path())
-    return list(map(asdict, evaluate_exactly(plan, force, TerminalInterface(quiet=quiet).say)))
+    return list(map(asdict, exact_results(plan, samples, force, TerminalInterface(quiet=quiet).say)))
+
+
+def exact_results(
+    plan: EvaluationPlan, samples: int | None, is_forced: bool, say: Callable[[str], None]
+) -> list[ExactResult]:
+    """Return the results of `eval --exact`: computed, or estimated from `samples` answers in each decision state."""
+    if samples is None:
+        from unstable_lite.evaluation.scoring import evaluate_exactly  # loads torch
+
+        return evaluate_exactly(plan, is_forced, say)
+    with tempfile.TemporaryDirectory() as logs:
+        return _in_a_loop(evaluate_by_samples(plan, samples, is_forced, Path(logs), say))
 
 
 def _plan(models: Words, envs: Words, opponents: Words, config: str | Path | None, **options: Any) -> EvaluationPlan:

@@ -1,15 +1,13 @@
 """Metrics of a model's choices at given positions: share of optimal moves, entropy, dependence on the position.
 
 Owns the positions, which are those of seeded games of random legal players, and the metrics, with intervals from a
-bootstrap over games. The probabilities are exact ones of `evaluation.scoring`, or counted in sampled answers if answers
-cannot be listed, as of models that reason. Loads no model.
+bootstrap over games. The probabilities are those of `evaluation.scoring`. Loads no model.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,25 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from unstable_lite.config.env_ids import is_judged, is_openspiel
+from unstable_lite.config.env_ids import is_judged
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
-from unstable_lite.evaluation.models import check_served
-from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained, game_spec, seat_of
+from unstable_lite.evaluation.plan import Cell
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.openspiel.game_tree import solved_moves
-from unstable_lite.games.openspiel.prompts import read_action
-from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, greedy_actions, optimal_actions
-from unstable_lite.games.players.policy import Player
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.rng import derive_seed
-from unstable_lite.rollout.collector import play_all
 from unstable_lite.tracking.intervals import Z_95, percent
 
 Floats = npt.NDArray[np.float64]
@@ -108,8 +99,8 @@ class Probe:
     """Probability of an answer that is not a legal move, or is in another notation."""
     action_entropy: Estimate
     """Entropy over the legal moves."""
-    state_dependence: Estimate | None
-    """See `state_dependence`; None if the distributions were sampled."""
+    state_dependence: Estimate
+    """See `state_dependence`."""
 
 
 def with_positions(cells: Sequence[Cell], say: Callable[[str], None]) -> list[Cell]:
@@ -154,9 +145,8 @@ def probe(
     env: EvalEnvSpec,
     positions: Sequence[Position],
     distributions: Mapping[str, ActionDistribution],
-    is_sampled: bool = False,
 ) -> Probe:
-    """Return all metrics of one model. `distributions`: by observation. `is_sampled`: whether they were counted."""
+    """Return all metrics of one model. `distributions`: by observation."""
     at = [distributions[position.observation] for position in positions]
     games = [position.game for position in positions]
 
@@ -180,7 +170,7 @@ def probe(
         action_entropy=mean_estimate(
             [_entropy(_normalised(of)) if of.probabilities.sum() > 0 else math.nan for of in at], games
         ),
-        state_dependence=None if is_sampled else state_dependence(at, [p.turn for p in positions], games),
+        state_dependence=state_dependence(at, [p.turn for p in positions], games),
     )
 
 
@@ -284,70 +274,6 @@ def _normalised(of: ActionDistribution) -> Floats:
 
 def _entropy(p_A: Floats) -> float:
     return -float((p_A * np.log(np.where(p_A > 0, p_A, 1.0))).sum())
-
-
-async def probe_by_samples(
-    evaluation: EvaluationPlan, games: int, samples: int, logs: Path, say: Callable[[str], None]
-) -> list[Probe]:
-    """Probe the base and the adapters of the plan in each of its envs, with `samples` answers at each position.
-
-    The entropy of `samples` answers is at most ln(samples), and on average below the policy's, so compare only results
-    with the same number of samples. State dependence is not reported: sampling noise would count as dependence.
-
-    Raises ConfigError for a model that no engine serves, UnsupportedEnvError for an env family whose legal moves cannot
-    be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
-    """
-    check_served(cell.model for cell in evaluation.cells)
-    cells = as_trained(with_positions(evaluation.cells, say))
-    positions = {cell.env: random_positions(cell.env, games) for cell in cells}
-    concurrency = evaluation.plan.config.run.num_collection_workers
-
-    async def probe_all(seats: PlayerFactory, adapters: LoadedAdapters) -> list[Probe]:
-        probes: list[Probe] = []
-        async for round_ in adapters.rounds(cells):
-            for cell in round_:
-                player = seats.players(game_spec(cell, 0, 0, adapters.ref))[seat_of(cell, 0)]
-                found = await _sampled(cell.env.env_id, player, positions[cell.env], samples, concurrency)
-                probes.append(probe(cell.model.name, cell.env, positions[cell.env], found, is_sampled=True))
-        return probes
-
-    try:
-        return await with_engines(evaluation.plan, evaluation.run, logs, say, probe_all)
-    except BaseExceptionGroup as group:
-        raise first_reason(group) from group
-
-
-async def _sampled(
-    env_id: str, player: Player, positions: Sequence[Position], samples: int, concurrency: int
-) -> dict[str, ActionDistribution]:
-    chosen = {position.observation: Counter[str | None]() for position in positions}
-    legal = {observation: legal_actions(env_id, observation) for observation in chosen}
-
-    async def ask(observation: str) -> None:
-        reply = await player.act(observation)
-        chosen[observation][_meant(env_id, reply.action, legal[observation])] += 1
-
-    await play_all((observation for observation in chosen for _ in range(samples)), ask, concurrency)
-    return {
-        observation: ActionDistribution(
-            actions=tuple(actions),
-            probabilities=np.array([chosen[observation][action] / samples for action in actions]),
-        )
-        for observation, actions in legal.items()
-    }
-
-
-def _meant(env_id: str, action: str, legal: Sequence[str]) -> str | None:
-    """Return the legal action that an answer means, or None. Envs of TextArena differ in their notations."""
-    if is_openspiel(env_id):
-        names = {name[1:-1]: name for name in legal}
-        found = read_action(action, names)
-        return None if found is None else names[found]
-    return next((name for name in legal if _spelled(name) == _spelled(action)), None)
-
-
-def _spelled(action: str) -> str:
-    return "".join(action.casefold().split())
 
 
 def write_probes(path: Path, probes: Sequence[Probe]) -> None:

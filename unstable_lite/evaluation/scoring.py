@@ -1,4 +1,4 @@
-"""Exact probability of each legal answer, scored with the learner's model; and exploitability, computed from it.
+"""Exact probability of each legal answer, scored with the learner's model, and exact results from it.
 
 Owns a model in this process, so it is the one module of this package that loads torch. An answer is the action inside
 `\\boxed{}` and the token that ends the turn. Everything else that a model may write (an illegal move, words before the
@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import transformers
-from rich.table import Table
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
-from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.exact import ExactResult, exact_result, exact_trees, models_by_env
 from unstable_lite.evaluation.models import EvaluatedModel, check_served, find_models, find_run
-from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained
+from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.probing import (
     ActionDistribution,
     Probe,
@@ -33,10 +31,9 @@ from unstable_lite.evaluation.probing import (
     uniform_distribution,
     with_positions,
 )
-from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised, uniform
-from unstable_lite.games.openspiel.game_tree import Policy as GamePolicy
+from unstable_lite.games.openspiel.game_tree import uniform
 from unstable_lite.games.run_prompts import recorded_prompts
-from unstable_lite.games.templates import allowance_problem, chats_in_use, questions, templates_for
+from unstable_lite.games.templates import chats_in_use, questions, templates_for
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
@@ -47,48 +44,6 @@ from unstable_lite.tracking.intervals import percent
 
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactResult:
-    """Exact metrics of one model in one env, in the game's units. Wins are the model's, not the response's."""
-
-    model: str
-    env_id: str
-    states: int
-    """Number of decision states of both seats."""
-    rest: float
-    """Mean probability, over the decision states, of an answer that is not a legal action as it is listed."""
-    exploitability: float
-    """Mean utility of a best response over both seats; an answer that is not listed forfeits."""
-    exploitability_legal: float
-    """The same for the policy given that it gives a listed answer."""
-    win_0: float
-    """Probability of a win at seat 0 against the best response; so on for draw, loss and seat 1."""
-    draw_0: float
-    loss_0: float
-    win_1: float
-    draw_1: float
-    loss_1: float
-
-
-def exact_result(model: str, env_id: str, tree: GameTree, policy: GamePolicy) -> ExactResult:
-    """Return the metrics of a policy. `policy`: probabilities of the listed answers in each decision state."""
-    results: dict[str, float] = {}
-    lost = 0.0
-    for seat in (0, 1):
-        of_response = tree.outcomes(policy, 1 - seat, tree.best_response(policy, 1 - seat))
-        lost += of_response.utility
-        results |= {f"win_{seat}": of_response.loss, f"draw_{seat}": of_response.draw, f"loss_{seat}": of_response.win}
-    return ExactResult(
-        model=model,
-        env_id=env_id,
-        states=len(tree.states),
-        rest=sum(max(0.0, 1.0 - float(p.sum())) for p in policy) / len(policy),
-        exploitability=lost / 2,
-        exploitability_legal=tree.exploitability(renormalised(policy)),
-        **results,
-    )
 
 
 def action_distribution(
@@ -131,7 +86,7 @@ def probe_models(
 
     Raises the errors of `action_distribution`.
     """
-    asked = _models_by_env(cell for cell in with_positions(evaluation.cells, say) if not cell.model.is_fixed)
+    asked = models_by_env(cell for cell in with_positions(evaluation.cells, say) if not cell.model.is_fixed)
     positions = {env: random_positions(env, games) for env in asked}
     scorer = AnswerScorer(evaluation.plan.config, list(asked), device, evaluation.run)
     probes = []
@@ -158,19 +113,7 @@ def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[
     and the errors of `action_distribution`.
     """
     check_served(cell.model for cell in evaluation.cells)
-    asked = _models_by_env(evaluation.cells)
-    trees, reasons = {}, []
-    for env in asked:
-        try:
-            if (reason := allowance_problem(env)) is not None:
-                raise ConfigError(reason)
-            trees[env] = flatten(env.env_id, is_forced)
-        except ConfigError as error:
-            reasons.append(str(error))
-    if not trees:
-        raise ConfigError(*reasons)
-    for reason in reasons:
-        say(f"left out: {reason}")
+    asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
     scorer, results = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run), []
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
@@ -179,26 +122,6 @@ def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[
             results.append(exact_result(model.name, env.env_id, tree, [of.probabilities for of in found]))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
     return results
-
-
-def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedModel]]:
-    """Return the models that are asked in each env, each once, with any opponents."""
-    asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
-    for cell in as_trained(cells):
-        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
-    return {env: list(models) for env, models in asked.items()}
-
-
-def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
-    """Return one table for each env."""
-    tables: dict[str, Table] = {}
-    for of in results:
-        title = f"{of.env_id}: exact, against a best response in {of.states:,} decision states"
-        columns = ("exploitability", "legal only", "other answers", "points at seat 0, 1")
-        points = f"{percent(of.win_0 + of.draw_0 / 2)}, {percent(of.win_1 + of.draw_1 / 2)}"
-        metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", percent(of.rest, 2)
-        tables.setdefault(of.env_id, plain_table(title, ["model"], columns)).add_row(of.model, *metrics, points)
-    return list(tables.values())
 
 
 class AnswerScorer:

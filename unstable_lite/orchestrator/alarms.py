@@ -142,7 +142,7 @@ ALARMS = {
         "lower learner.learning_rate or a learner.kl_coefficient above 0",
     ),
     "exploitability": Alarm(
-        measured="a best response wins {detail} a game of {subject} (exact, {n} decision states), {value:.0%} of the "
+        measured="a best response wins {detail} a game of {subject} ({n} decision states), {value:.0%} of the "
         "highest utility more than at best",
         threshold="{:.0%}",
         means="the policy has learned a habit that its opponents do not punish",

@@ -1,23 +1,25 @@
-"""Evaluations before, during and after training: with a quota of games, and exact by the learner's probabilities."""
+"""Evaluations before, during and after training: with a quota of games, and by best responses to the policy."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import RequestError
 from unstable_lite.games.openspiel.game_tree import flatten, renormalised
 from unstable_lite.games.templates import Template, questions
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.workers import Colocation
+from unstable_lite.orchestrator.event_loop import first_reason, unless_set
 from unstable_lite.planning.envs import exact_envs
+from unstable_lite.rng import derive_seed
+from unstable_lite.rollout.collector import LockStep
+from unstable_lite.rollout.decision_states import sample_policy
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
 from unstable_lite.tracking.result_rows import row_label
 from unstable_lite.types import GameRecord, ModelRef
@@ -114,40 +116,65 @@ class ExactEvaluations:
     """Exploitability of the newest policy, every `run.exact_every` updates."""
 
     def __init__(
-        self,
-        config: Config,
-        templates: Mapping[str, Template],
-        learner: LearnerClient,
-        colocation: Colocation,
-        alarm: Callable[[str], None],
+        self, parts: RunParts, templates: Mapping[str, Template], learner: LearnerClient, lock_step: LockStep | None
     ) -> None:
-        self._every = config.run.exact_every
-        self._learner, self._colocation, self._alarm = learner, colocation, alarm
+        self._parts, self._learner, self._lock_step = parts, learner, lock_step
+        self._run = parts.plan.config.run
         self._games = []
-        """Env id, game, questions and stop strings of each env."""
-        for env in exact_envs(config)[0]:
+        """Env, game, questions and stop strings of each env; no questions if answers are sampled."""
+        for env in exact_envs(parts.plan.config)[0]:
             tree, template = flatten(env.env_id), templates[env.prompt_template]
-            asked = questions(env, template, [state.observation for state in tree.states])
-            texts = [(question.prompt, question.answers) for question in asked]
-            self._games.append((env.env_id, tree, texts, template.stop))
+            states = [state.observation for state in tree.states] if self._run.exact_samples is None else []
+            texts = [(question.prompt, question.answers) for question in questions(env, template, states)]
+            self._games.append((env, tree, texts, template.stop))
 
     async def metrics(self, update: int) -> dict[str, float]:
-        """Return the exploitabilities of the learner's newest adapter after `update`, if they are due then.
+        """Return the exploitabilities of the newest adapter after `update`, if they are due then.
 
-        An env whose answers the learner cannot score raises an alarm instead.
+        An env whose answers cannot be scored, or sampled, raises an alarm instead.
         """
-        scores = {}
-        if not self._games or self._every is None or update % self._every:
+        if not self._games or self._run.exact_every is None or update % self._run.exact_every:
             return {}
-        async with self._colocation.learner():
-            for env_id, tree, texts, stop in self._games:
+        return await (self._computed(update) if self._run.exact_samples is None else self._sampled(update))
+
+    async def _computed(self, update: int) -> dict[str, float]:
+        scores = {}
+        async with self._parts.colocation.learner():
+            for env, tree, texts, stop in self._games:
                 try:
-                    scores[env_id] = tree, await self._learner.score_answers(texts, stop)
+                    scores[env.env_id] = tree, await self._learner.score_answers(texts, stop)
                 except RequestError as error:
-                    self._alarm(f"no exact evaluation of {env_id} after update {update}: {error}")
+                    self._alarm(env, update, error)
         metrics: dict[str, float] = {}
         for env_id, (tree, logprobs) in scores.items():
             policy = [np.exp(logp.astype(np.float64)) for logp in logprobs]
             for name, played in (("exploitability", policy), ("exploitability_legal", renormalised(policy))):
                 metrics[f"{name}/{env_id}"] = await asyncio.to_thread(tree.exploitability, played)
         return metrics
+
+    async def _sampled(self, update: int) -> dict[str, float]:
+        """Ask the engines for answers, beside the games; without an env that a stop of the run interrupts."""
+        parts, run, metrics = self._parts, self._run, dict[str, float]()
+        model, samples = parts.registry.current, run.exact_samples or 0
+        for env, tree, *_ in self._games:
+            first = -1 - update * samples * len(tree.states)
+            game = new_game(env, [model] * 2, first, "eval", derive_seed(run.seed, "exact", update))
+            asking = sample_policy(
+                parts.collector.seats, game, tree, samples, run.num_collection_workers, self._lock_step
+            )
+            try:
+                with parts.table.leased(model.adapter_version or 0):
+                    policy = await unless_set(asking, parts.stop)
+            except ExceptionGroup as group:
+                if not isinstance(error := first_reason(group), RequestError):
+                    raise
+                self._alarm(env, update, error)
+                continue
+            if policy is None:
+                break
+            for name, value in (await asyncio.to_thread(policy.metrics)).items():
+                metrics[f"{'exploitability_other_answers' if name == 'rest' else name}/{env.env_id}"] = value
+        return metrics
+
+    def _alarm(self, env: EnvSpec, update: int, error: Exception) -> None:
+        self._parts.alarm(f"no exact evaluation of {env.env_id} after update {update}: {error}")

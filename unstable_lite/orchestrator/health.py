@@ -250,14 +250,15 @@ class TrainingHealth:
         return [Reading(alarm="high_entropy", value=entropy - self._first_entropy, n=n)]
 
     def _exploitability_rises(self, metrics: Mapping[str, float]) -> Iterator[Reading]:
-        """Compare each exact exploitability with the lowest one before it."""
+        """Compare each exact exploitability with the lowest one before it; of estimates, the near ends of intervals."""
         for name, value in metrics.items():
             kind, _, env_id = name.partition("/")
             if kind == "exploitability":
                 tree = flatten(env_id)
-                lowest = self._least_exploitable[env_id] = min(value, self._least_exploitable.get(env_id, value))
-                rise, n = (value - lowest) / abs(tree.lowest_utility), len(tree.states)
-                detail = f"{value:.4f} after {lowest:.4f}"
+                low, high = (metrics.get(f"{kind}_{end}/{env_id}", value) for end in ("low", "high"))
+                lowest = self._least_exploitable[env_id] = min(high, self._least_exploitable.get(env_id, high))
+                rise, n = (low - lowest) / abs(tree.lowest_utility), len(tree.states)
+                detail = f"{low:.4f} after {lowest:.4f}"
                 yield Reading(alarm="exploitability", value=rise, n=n, subject=env_id, detail=detail)
 
     def _readings_of_games(self) -> list[Reading]:

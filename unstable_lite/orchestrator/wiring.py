@@ -206,7 +206,7 @@ class RunParts:
         )
         self.colocation = self._colocation()
         self.supervisors = tuple(map(self._supervisor, self.workers.processes))
-        self.exact = ExactEvaluations(config, templates, learner, self.colocation, alarm)
+        self.exact = ExactEvaluations(self, templates, learner, lock_step)
         size = active_checkpoints(config, len(self.frozen))
         of_copies = directory / "adapters"
         self.pool = CheckpointPool(

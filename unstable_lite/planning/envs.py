@@ -121,7 +121,7 @@ def exact_envs(config: Config) -> tuple[list[EnvSpec], list[str]]:
     envs, reasons = [], []
     for spec in {spec.env_id: spec for spec in reversed(specs)}.values():
         reason = allowance_problem(spec) or _game_problem(spec.env_id, spec.num_players)
-        if reason is None:
+        if reason is None and config.run.exact_samples is None:
             try:
                 check_read(spec, "[x]", written_answer("", "[x]"))
             except ConfigError as error:
@@ -139,6 +139,12 @@ def describe_exact(config: Config, is_on_gpu: bool) -> Iterator[tuple[str, str]]
     envs, reasons = exact_envs(config)
     for env in envs:
         tree, count = flatten(env.env_id), 1 + run.learning_steps // (run.exact_every or 1)
+        if run.exact_samples is not None:
+            asked = len(tree.states) * run.exact_samples
+            size = f"{len(tree.states):,} decision states × {run.exact_samples} answers"
+            most = f"at most {asked * config.engine.max_generation_len:,} tokens"
+            yield "sampled exploitability", f"{env.env_id}: {size} = {asked:,}, {most}, × {count}"
+            continue
         started = time.monotonic()
         tree.exploitability(uniform(tree))
         # Both best responses are computed twice: with other answers, and renormalised.

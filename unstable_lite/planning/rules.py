@@ -105,11 +105,13 @@ def _number_rules(config: Config) -> Iterator[str]:
             "league.max_active_checkpoints = 1 allows only the current policy, but opponent_sampling_strategy = "
             f"{league.opponent_sampling_strategy!r} draws older ones: set 2 or more"
         )
-    if run.exact_every is not None and engine.top_p < 1:
+    if run.exact_every is not None and run.exact_samples is None and engine.top_p < 1:
         yield (
             "run.exact_every: probabilities are computed from the whole distribution, not with engine.top_p = "
-            f"{engine.top_p:g}; set it to 1"
+            f"{engine.top_p:g}; set it to 1, or set run.exact_samples"
         )
+    if run.exact_samples is not None and run.exact_every is None:
+        yield "run.exact_samples needs run.exact_every, the number of updates between two estimates"
     if run.eval_every and not run.eval_games:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
     if run.eval_games and not config.eval_envs:

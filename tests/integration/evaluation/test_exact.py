@@ -13,8 +13,9 @@ from fakes import runs
 from unstable_lite.cli.app import app
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation import action_distribution
+from unstable_lite.evaluation.exact import exact_result
 from unstable_lite.evaluation.plan import plan_evaluation
-from unstable_lite.evaluation.scoring import evaluate_exactly, exact_result
+from unstable_lite.evaluation.scoring import evaluate_exactly
 from unstable_lite.games.openspiel import game_tree
 from unstable_lite.games.openspiel.game_tree import flatten, renormalised, uniform
 

@@ -1,80 +1,164 @@
-"""`probe --samples` counts what models answer, and agrees with the computed probabilities."""
+"""`eval --exact --samples` and `run.exact_samples` estimate from answers what exact evaluation computes."""
 
 import csv
 import json
+import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fakes import runs
-from fakes.handmade_adapters import write_run
+import unstable_lite
+from fakes import runs, sync_runs
+from fakes.openai_server import chat_reply, serving
 from unstable_lite.cli.app import app
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.plan import plan_evaluation
-from unstable_lite.evaluation.probing import probe_by_samples
+from unstable_lite.games.openspiel.game_tree import flatten
 
-NIM = "Nim-v0-train"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "exploitability_of_a_model.toml"
+KUHN = "openspiel:kuhn_poker"
+CONFIG = """
+model_name = "builtin:tiny-games"
+engine = { kind = "transformers", temperature = 0.7, max_generation_len = 12, max_model_len = 512 }
+[run]
+num_collection_workers = 64
+[[train_envs]]
+env_id = "openspiel:kuhn_poker"
+num_players = 2
+num_actors = 2
+prompt_template = "tiny"
+"""
+REPLIES = [f"\\boxed{{[{action}]}}" for action in ("check", "bet", "fold", "call")]
+"""Answers of which half are legal in every state, each with probability 1/4."""
+SCRIPTED = ("engine.kind=scripted", "engine.max_model_len=2048", "engine.max_generation_len=64")
+GUESSING = (*SCRIPTED, f"engine.replies={json.dumps(REPLIES)}")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=2)
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path / "run.toml"
 
 
-def rows_of(run: Path, *arguments: str | int) -> list[dict[str, str]]:
-    output = run / "probe.csv"
-    ended = CliRunner().invoke(app, ["probe", *map(str, (run, *arguments)), "--env", NIM, "--output", str(output)])
-    assert ended.exit_code == 0, ended.output
-    with output.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize(
-    ("replies", "entropy", "rest"),
-    [
-        (["\\boxed{[0 1]}", "\\boxed{[1 1]}"], (0.0, 2.0), (0.02, 0.9)),  # legal as long as these piles are not empty
-        (["\\boxed{resign}"], (0.0, 0.0), (1.0, 1.0)),  # no entropy of nothing
-    ],
-)
-def test_shares_and_entropy_are_those_of_the_answers(
-    run: Path, replies: list[str], entropy: tuple[float, float], rest: tuple[float, float]
-) -> None:
-    settings = (
-        "engine.kind=scripted",
-        f"engine.replies={json.dumps(replies)}",
-        "engine.max_model_len=2048",
-        "engine.max_generation_len=32",
-    )
+def rows_of(config: Path, model: str, *arguments: str | int, settings: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """Return the rows of exact.csv after random play."""
+    words = ["eval", model, "--exact", "--config", config, "--output", config.parent, *arguments]
     sets = [word for setting in settings for word in ("--set", setting)]
-    rows = rows_of(run, "--games", "4", "--samples", "50", *sets)
-    assert [row["model"] for row in rows] == ["base", "ckpt-1", "ckpt-2"]
-    for row in rows:
-        assert rest[0] <= float(row["rest"]) <= rest[1]
-        assert float(row["rest_low"]) <= float(row["rest"]) <= float(row["rest_high"])
-        if rest == (1.0, 1.0):
-            assert row["action_entropy_n"] == "0"
-        else:
-            assert entropy[0] <= float(row["action_entropy"]) <= entropy[1] + 1e-6
-        assert row["state_dependence"] == ""
+    ended = CliRunner().invoke(app, [*map(str, words), *sets], env={"COLUMNS": "200"})
+    assert ended.exit_code == 0, ended.output
+    with (config.parent / "exact.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["model"] == "random legal" and rows[0]["answers"] == rows[0]["exploitability_low"] == ""
+    if "--samples" in words:
+        assert all(f"(n={row['answers']})" in ended.output for row in rows[1:])
+    return rows[1:]
+
+
+def test_estimate_covers_the_policy_that_answers(config: Path) -> None:
+    tree = flatten(KUHN)
+    truth = tree.exploitability([np.full(2, 0.25) for _ in tree.states])
+    (row,) = rows_of(config, "base", "--samples", 100, settings=GUESSING)
+    assert (row["answers"], row["states"]) == ("1200", "12")
+    assert float(row["rest"]) == pytest.approx(0.5, abs=0.06)
+    assert float(row["exploitability_low"]) <= truth <= float(row["exploitability_high"])
+    assert float(row["exploitability_legal_low"]) <= 11 / 24 <= float(row["exploitability_legal_high"])
+    for seat in "01":
+        assert sum(float(row[f"{what}_{seat}"]) for what in ("win", "draw", "loss")) == pytest.approx(1)
+    called = unstable_lite.exploitability("base", config=config, samples=2, overrides=GUESSING, quiet=True)
+    assert [each["answers"] for each in called] == [None, 24]
+
+
+def test_thinking_of_an_answer_is_read_as_in_play(config: Path) -> None:
+    settings = (*SCRIPTED, 'engine.replies=["<think> \\\\boxed{[bet]} so \\\\boxed{[call]}"]')
+    (row,) = rows_of(config, "base", "--samples", 2, settings=settings)
+    assert row["rest"] == "1.0", "the thought never ends"
+    (row,) = rows_of(config, "base", "--samples", 2, settings=(*settings, "engine.thinking_tokens=7"))
+    assert row["rest"] == "1.0", "the second generation begins a thought of its own"
+    settings = (*SCRIPTED, 'engine.replies=["so I call: \\\\boxed{[call]}"]', "engine.thinking_tokens=7")
+    (row,) = rows_of(config, "base", "--samples", 2, settings=settings)
+    assert row["rest"] == "0.5", "legal where a bet was made"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("kind", "games", "samples", "tolerance"),
-    [("transformers", 4, 200, 0.02), pytest.param("vllm", 2, 30, 0.1, marks=pytest.mark.vllm)],
+@pytest.mark.parametrize(("kind", "samples"), [("transformers", 24), pytest.param("vllm", 16, marks=pytest.mark.vllm)])
+def test_estimate_agrees_with_the_computed_exploitability(config: Path, kind: str, samples: int) -> None:
+    (computed,), settings = rows_of(config, "base"), (f"engine.kind={kind}",)
+    (sampled,) = rows_of(config, "base", "--samples", samples, settings=settings)
+    for name in ("exploitability", "exploitability_legal"):
+        low, high = (float(sampled[f"{name}_{end}"]) for end in ("low", "high"))
+        assert low - 0.05 <= float(computed[name]) <= high + 0.05, name
+    assert float(sampled["rest"]) == pytest.approx(float(computed["rest"]), abs=0.03)
+
+
+def test_model_behind_an_endpoint_is_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    with serving() as server:
+
+        def answer(body: dict[str, list[dict[str, str]]]) -> tuple[int, object]:
+            listed = re.findall(r"\[\w+\]", body["messages"][0]["content"].rpartition("actions:")[2])
+            return chat_reply(f"<think>why not</think> \\boxed{{{listed[1]}}}")
+
+        server.answer = answer
+        settings = (*GUESSING, f"opponents.base_url={server.url}")
+        (row,) = rows_of(config, "vendor/model", "--samples", 8, settings=settings)
+    tree = flatten(KUHN)
+    always_second = tree.exploitability([np.array([0.0, 1.0]) for _ in tree.states])
+    assert (row["model"], row["rest"], len(server.bodies)) == ("vendor/model", "0.0", 96)
+    assert float(row["exploitability"]) == pytest.approx(always_second)
+
+
+def test_estimate_needs_two_answers_and_belongs_to_exact_evaluation(config: Path) -> None:
+    ended = CliRunner().invoke(app, ["eval", "base", "--samples", "4", "--config", str(config), "--output", "x"])
+    assert ended.exit_code == 2 and "--samples is for --exact" in ended.output
+    with pytest.raises(ConfigError, match="samples = 1"):
+        unstable_lite.exploitability("base", config=config, samples=1, quiet=True)
+
+
+def test_example_measures_another_model(tmp_path: Path) -> None:
+    example = shutil.copy(EXAMPLE, tmp_path)
+    settings = (*GUESSING, "model_name=builtin:tiny-games", "engine.devices=auto")
+    (row,) = rows_of(Path(example), "base", "--samples", 4, settings=settings)
+    assert row["answers"] == "48"
+
+
+EXACT = (
+    "run.exact_every=2",
+    "run.exact_samples=4",
+    "run.learning_steps=3",
+    "run.eval_games=0",
+    "run.num_eval_workers=0",
+    f"train_envs=[{{ env_id = '{KUHN}', num_players = 2, num_actors = 2, prompt_template = 'tiny' }}]",
+    "eval_envs=[]",
+    "league.opponent_sampling_strategy=mirror",
+    "league.fixed_opponents=[]",
+    "learner.canary_tolerance=10.0",
+    *GUESSING,
 )
-def test_sampled_shares_agree_with_the_computed_ones(
-    run: Path, kind: str, games: int, samples: int, tolerance: float
-) -> None:
-    hot = ("base", "--games", games, "--set", "engine.temperature=0.7", "--set", f"engine.kind={kind}")
-    (*_, computed), (sampled,) = rows_of(run, *hot), rows_of(run, *hot, "--samples", samples)
-    for metric in ("optimal", "rest"):
-        assert float(sampled[metric]) == pytest.approx(float(computed[metric]), abs=tolerance), metric
-    assert float(sampled["action_entropy"]) <= float(computed["action_entropy"]) + tolerance
 
 
-async def test_model_that_no_engine_serves_is_refused(run: Path) -> None:
-    plan = plan_evaluation(["scripted:random"], output=run, config=run / "config.toml", opponents=["base"])
-    with pytest.raises(ConfigError, match="scripted:random"):
-        await probe_by_samples(plan, games=1, samples=2, logs=run / "logs", say=pytest.fail)
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_run_estimates_beside_training_and_repeats_in_sync(tmp_path: Path, schedule: str) -> None:
+    found = []
+    for name in ("one", "other")[: 1 + (schedule == "sync")]:
+        (tmp_path / name).mkdir()
+        settings = (*EXACT, f"run.schedule={schedule}", "run.num_collection_workers=8", "buffer.max_staleness=2")
+        runs.output_of(runs.run_torchless("run", runs.write_small(tmp_path / name), *settings))
+        found.append(sync_runs.deterministic_metrics(runs.run_directory(tmp_path / name)))
+    lines = {line["step"]: line for line in found[0] if f"exploitability/{KUHN}" in line}
+    assert list(lines) == [0, 2]
+    for line in lines.values():
+        for kind in ("exploitability", "exploitability_legal"):
+            low, value, high = (line[f"{kind}{end}/{KUHN}"] for end in ("_low", "", "_high"))
+            assert low <= value <= high
+        assert 0.2 < line[f"exploitability_other_answers/{KUHN}"] < 0.8
+    if schedule == "sync":
+        assert found[0] == found[1]
+
+
+def test_check_prints_the_number_of_answers_and_no_env_is_left_out_for_its_extraction(config: Path) -> None:
+    settings = ("run.exact_every=10", "run.exact_samples=64", "run.learning_steps=20")
+    ended = CliRunner().invoke(app, ["check", str(config), *settings], env={"COLUMNS": "200"})
+    assert ended.exit_code == 0, ended.output
+    assert "12 decision states × 64 answers = 768, at most 9,216 tokens, × 3" in " ".join(ended.output.split())

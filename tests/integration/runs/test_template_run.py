@@ -44,7 +44,6 @@ def test_recorded_templates_are_used_by_every_later_command(tmp_path: Path) -> N
         ("run", "--resume", run, "run.learning_steps=4"),
         ("eval", run, "--games", "2", "--output", tmp_path / "eval"),
         ("probe", run, "--games", "2"),
-        ("probe", run, "--games", "2", "--samples", "2"),
         ("play", "--watch", run),
     ):
         ended = CliRunner().invoke(app, [*map(str, command)])

@@ -53,6 +53,8 @@ REFUSED = [
     ("run.num_eval_workers = 100001", "run.num_eval_workers = 100001"),
     ("run.eval_games = 10", "eval_envs"),
     ("run.eval_every = 10", "run.eval_every needs run.eval_games"),
+    ("run.exact_samples = 64", "run.exact_samples needs run.exact_every"),
+    ("run.exact_samples = 1; run.exact_every = 1", "run.exact_samples = 1"),
     (f'run.output_dir = "{__file__}/out"', "run.output_dir"),
     ('run.name = "ablations/no-kl"', "run.name = 'ablations/no-kl'"),
     ('run.name = "two\\nlines"', "run.name = 'two\\nlines'"),

@@ -450,3 +450,19 @@ async def test_batches_of_steps_and_of_trajectories_are_measured(watched):
         metrics = await watched.health.measure(batch)
         assert metrics["batch/num_completions"] == 3
         assert metrics["batch/identical_completions"] == 1
+
+
+@pytest.mark.parametrize(("rising", "is_raised"), [((0.9, 0.35, 1.1), False), ((1.4, 1.2, 1.6), True)])
+async def test_estimated_exploitability_has_risen_if_its_intervals_are_apart(watch, rising, is_raised):
+    pytest.importorskip("pyspiel")
+    watched = watch(exploitability={"updates": 1})
+
+    def metrics(value: float, low: float, high: float) -> dict[str, float]:
+        names = ("exploitability", "exploitability_low", "exploitability_high")
+        return {f"{name}/openspiel:kuhn_poker": x for name, x in zip(names, (value, low, high), strict=True)}
+
+    watched.health.check_exploitability(metrics(0.3, 0.2, 0.4))
+    assert watched.health.check_update(1, WELL | metrics(0.4, 0.3, 0.5))["alarms/exploitability"] == 0
+    assert watched.health.check_update(2, WELL | metrics(*rising))["alarms/exploitability"] == is_raised
+    exact = {"exploitability/openspiel:kuhn_poker": 0.9}
+    assert watched.health.check_update(3, WELL | exact)["alarms/exploitability"] == 1, "(0.9 - 0.4) / 2 is much"

@@ -69,12 +69,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Probabilities of the results for one seat, and its expected utility."""
+    """Probabilities of the results for one seat, and its expected utility: numbers, or arrays for several policies."""
 
-    win: float
-    draw: float
-    loss: float
-    utility: float
+    win: Any
+    draw: Any
+    loss: Any
+    utility: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,15 @@ class GameTree:
 
         Source: Lanctot et al. 2019, "OpenSpiel", arXiv:1908.09453: NashConv divided by the number of players.
         """
-        return sum(self.outcomes(policy, seat, self.best_response(policy, seat)).utility for seat in (0, 1)) / 2
+        responses = [self.best_response(policy, seat) for seat in (0, 1)]
+        return float(sum(self.outcomes(policy, seat, own).utility for seat, own in enumerate(responses)) / 2)
 
     def outcomes(self, policy: Policy, seat: int, own: Policy) -> Outcomes:
-        """Return the results of `own` at `seat` against `policy` at the other one."""
-        results: list[tuple[float, float]] = []
+        """Return the results of `own` at `seat` against `policy` at the other one.
+
+        The arrays of `policy` may have a second axis, of several policies.
+        """
+        results: list[tuple[Any, float]] = []
         """Probability and utility for the seat of each end."""
         for reach, position in zip(self._reach(policy, seat, own), self.positions, strict=True):
             if isinstance(position, End):
@@ -117,7 +121,7 @@ class GameTree:
                 is_own = self.states[position.state].seat == seat
                 played = (own if is_own else policy)[position.state]
                 forfeit = self.lowest_utility if is_own else -self.lowest_utility
-                results.append((reach * max(0.0, 1.0 - float(played.sum())), forfeit))
+                results.append((reach * np.maximum(0.0, 1.0 - played.sum(0)), forfeit))
         return Outcomes(
             win=sum((chance for chance, utility in results if utility > 0), 0.0),
             draw=sum((chance for chance, utility in results if utility == 0), 0.0),
@@ -184,21 +188,22 @@ class GameTree:
                 optimal[state.observation] = [action for action, value in pairs if value == best]
         return optimal
 
-    def _reach(self, policy: Policy, seat: int, own: Policy | None) -> list[float]:
+    def _reach(self, policy: Policy, seat: int, own: Policy | None) -> list[Any]:
         """Return the probability that chance and both seats lead to each position.
 
         `own`: policy of `seat`; if None it plays every action with weight 1.
         """
-        reach_N = [0.0] * len(self.positions)
+        reach_N: list[Any] = [0.0] * len(self.positions)
         reach_N[-1] = 1.0
         for number in range(len(self.positions) - 1, -1, -1):
             position, reach = self.positions[number], reach_N[number]
-            if isinstance(position, End) or not reach:
+            if isinstance(position, End) or (np.ndim(reach) == 0 and not reach):
                 continue
             if isinstance(position, Chance):
-                weights: Sequence[float] = position.probabilities
+                weights: Sequence[Any] = position.probabilities
             elif self.states[position.state].seat != seat:
-                weights = policy[position.state].tolist()
+                played = policy[position.state]
+                weights = played.tolist() if played.ndim == 1 else list(played)
             else:
                 weights = [1.0] * len(position.successors) if own is None else own[position.state].tolist()
             for weight, successor in zip(weights, position.successors, strict=True):

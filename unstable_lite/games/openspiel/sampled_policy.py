@@ -1,0 +1,96 @@
+"""A policy that is known from answers alone: their counts by decision state, and the exploitability that they show.
+
+The answers of each state are in two halves. A best response to one half is valued against the other, and the reverse,
+so that answers which look weak by chance do not count as a weakness. On average that is at most the exploitability of
+the policy, and a best response to all answers, valued against the same answers, wins at least as much. The 95 %
+interval reaches from 1.96 standard errors below the first value to 1.96 above the second.
+Source: Mak, Morton, Wood 1999, "Monte Carlo bounding techniques for determining solution quality in stochastic
+programs". Knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from unstable_lite.games.openspiel.game_tree import GameTree, Policy
+
+Floats = npt.NDArray[np.float64]
+
+RESAMPLES = 200
+PRIOR = 1.0
+"""Number of answers of which each state's resamples have more than its counts, spread over all possible answers. An
+answer that was never given is rare, not impossible, so the interval has a width."""
+Z_95 = 1.96
+
+
+def _shares(counts_OR: Floats) -> Floats:
+    return np.asarray(counts_OR[:-1] / counts_OR.sum(0))
+
+
+def _legal_shares(counts_OR: Floats) -> Floats:
+    """Return the shares among legal answers; uniform if there are none."""
+    total_R = counts_OR[:-1].sum(0)
+    return np.where(total_R > 0, counts_OR[:-1] / np.maximum(total_R, 1), 1 / (len(counts_OR) - 1))
+
+
+def _with_resamples(counts_2O: Floats, rng: np.random.Generator) -> Floats:
+    """Return counts of shape `(2, O, R)`: the given ones, then those of resamples."""
+    weight_O = counts_2O.sum(0) + PRIOR / counts_2O.shape[1]
+    sizes = counts_2O.sum(1).astype(int)[:, None]
+    drawn_2RO = rng.multinomial(sizes, weight_O / weight_O.sum(), size=(2, RESAMPLES))
+    return np.concatenate([counts_2O[:, :, None], drawn_2RO.transpose(0, 2, 1)], axis=2)
+
+
+class SampledPolicy:
+    """Counts of answers. Shapes: `A` legal actions, `O` these and any other answer, `R` counts, then resamples."""
+
+    def __init__(self, tree: GameTree) -> None:
+        self._tree = tree
+        self.counts_2O = [np.zeros((2, len(state.actions) + 1)) for state in tree.states]
+        """Counts in both halves of each decision state's legal actions, and of all other answers."""
+
+    def add(self, state: int, half: int, action: str | None) -> None:
+        """Count an answer in one of the halves 0 and 1. `action`: None for an answer that is not legal."""
+        actions = self._tree.states[state].actions
+        self.counts_2O[state][half, len(actions) if action is None else actions.index(action)] += 1
+
+    @property
+    def num_answers(self) -> int:
+        return int(sum(counts.sum() for counts in self.counts_2O))
+
+    @property
+    def rest(self) -> float:
+        """Mean share of answers that are not legal, over the decision states."""
+        return float(np.mean([counts[:, -1].sum() / counts.sum() for counts in self.counts_2O]))
+
+    def halves(self) -> tuple[Policy, Policy]:
+        """Return the shares of the legal actions in each half; the rest are other answers."""
+        first, second = ([_shares(counts[half]) for counts in self.counts_2O] for half in (0, 1))
+        return first, second
+
+    def metrics(self) -> dict[str, float]:
+        """Return both exploitabilities with their intervals, and `rest`, the share of other answers."""
+        found = {"exploitability": self.exploitability(), "exploitability_legal": self.exploitability(_legal_shares)}
+        ends = ("", "_low", "_high")
+        metrics = {f"{name}{end}": x for name, each in found.items() for end, x in zip(ends, each, strict=True)}
+        return metrics | {"rest": self.rest}
+
+    def exploitability(self, shares: Callable[[Floats], Floats] = _shares) -> tuple[float, float, float]:
+        """Return an estimate and its interval. `shares`: function from counts to shares of the legal actions."""
+        tree, rng = self._tree, np.random.default_rng(0)
+        counts_2OR = [_with_resamples(counts, rng) for counts in self.counts_2O]
+        first, second = ([shares(counts[half]) for counts in counts_2OR] for half in (0, 1))
+        whole = [shares(counts.sum(0)) for counts in counts_2OR]
+
+        def won(fitted: Policy, valued: Policy) -> Floats:
+            """Return the mean utility over both seats of best responses to the counts, by counts and resamples."""
+            counted = [shares_AR[:, 0] for shares_AR in fitted]
+            of_seats = [tree.outcomes(valued, seat, tree.best_response(counted, seat)).utility for seat in (0, 1)]
+            return np.asarray(sum(of_seats) / 2)
+
+        least_R, most_R = (won(first, second) + won(second, first)) / 2, won(whole, whole)
+        value, low = float(least_R[0]), least_R[0] - Z_95 * least_R[1:].std(ddof=1)
+        return value, float(low), max(value, float(most_R[0] + Z_95 * most_R[1:].std(ddof=1)))
