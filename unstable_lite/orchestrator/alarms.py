@@ -24,7 +24,7 @@ SAY_EVERY = 20
 class Alarm:
     """Description of one alarm."""
 
-    measured: str
+    measured: str = "{detail}"
     """Format of the measurement, with `value`, `n`, `subject` and `detail` of the reading."""
     means: str
     advice: str
@@ -130,13 +130,11 @@ ALARMS = {
         "'board'; for other reasons see logs/orchestrator.log",
     ),
     "collapse": Alarm(
-        measured="{detail}",
         means="the policy has become worse",
         advice="continue from the best checkpoint (lora.initial_lora_path) with a lower learner.learning_rate or a "
         "learner.kl_coefficient above 0",
     ),
     "decline": Alarm(
-        measured="{detail}",
         means="the policy is becoming worse, or relies on a habit that no longer wins",
         advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
         "lower learner.learning_rate or a learner.kl_coefficient above 0",
@@ -150,14 +148,12 @@ ALARMS = {
         "above 0, or an earlier checkpoint",
     ),
     "starved": Alarm(
-        measured="{detail}",
         threshold="{:.0f} s",
         means="games are void, left out by run.filter_opponent_invalid or because their group is incomplete, or too "
         "stale when they end",
         advice="look at games.jsonl for how games end, and at logs/orchestrator.log for why they are void",
     ),
     "skipped": Alarm(
-        measured="{detail}",
         means="the policy no longer changes",
         advice="lower learner.learning_rate, look at games.jsonl for rewards that blow up, and look for the mistake in "
         "your own algorithm or reward transform if you have one",
