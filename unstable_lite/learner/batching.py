@@ -271,6 +271,8 @@ def _groups(
         is_better_G = cost_G < cost[stop_G]
         stop_G = stop_G[is_better_G]
         cost[stop_G], size[stop_G], begin[stop_G] = cost_G[is_better_G], size_G[is_better_G], first
+        if shared_S is not None and len(size_G) == num:
+            break  # all fit into one forest, and a cut repeats a prefix
     groups: list[slice] = []
     stop = num
     while stop:
