@@ -218,7 +218,7 @@ class Alarms:
         return {
             name: sum(state.begun for state in states.values())
             for name, states in self._states.items()
-            if self._of(name).action != "off"
+            if getattr(self._config, name).action != "off"
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,12 +229,9 @@ class Alarms:
         states = msgspec.convert(state, dict[str, dict[str, _State]])
         self._states |= {name: states[name] for name in states.keys() & ALARMS.keys()}
 
-    def _of(self, alarm: str) -> AlarmConfig:
-        config: AlarmConfig = getattr(self._config, alarm)
-        return config
-
     def _judge(self, update: int, reading: Reading) -> Change | None:
-        config, alarm = self._of(reading.alarm), ALARMS[reading.alarm]
+        config: AlarmConfig = getattr(self._config, reading.alarm)
+        alarm = ALARMS[reading.alarm]
         if config.action == "off":
             return None
         state = self._states[reading.alarm].setdefault(reading.subject, _State())
