@@ -43,10 +43,16 @@ KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
 }
 """Environment of the learner. By default glibc returns a large block to the system as soon as it is free, so that every
 chunk of logits needs new pages: with a large vocabulary that is most of the time of an update on a CPU (bench/LOG.md).
-On a GPU every micro-batch has another shape, and blocks of fixed sizes would fragment the memory."""
+On a GPU every micro-batch has another shape, and blocks of fixed sizes would fragment the memory.
+
+In bfloat16 on a CPU, oneDNN compiles each matrix product for its shape. By default it keeps the newest 1024, and so
+does torch's interface to it (LRU_CACHE_CAPACITY): together up to 550 MB, more with fragmentation. A micro-batch uses
+about 40, and the next one has another shape."""
 
 
 class Workers:

@@ -1,5 +1,8 @@
 """An update that runs out of memory is repeated in smaller micro-batches, as if it had never begun."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,29 @@ from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import is_equal, snapshot
 from unstable_lite.learner import worker
 from unstable_lite.learner.batching import length
+from unstable_lite.orchestrator.workers import KEEP_MEMORY
 from unstable_lite.transport.messages import Failed, LoadLearner, SaveLearner, Update, Updated
 
 ALGORITHMS = ["reinforce", "ppo"]
 """Both functions that make an update, one without a critic and one with it."""
 TOO_MUCH = 1 << 60
 """Number of bytes beyond any allocator."""
+NEW_SHAPES = """
+import torch
+
+def resident_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+torch.set_num_threads(1)
+weight = torch.zeros(256, 256).to_mkldnn()
+for num_rows in range(1, 310):
+    torch.nn.functional.linear(torch.zeros(num_rows, 256).to_mkldnn(), weight)
+    if num_rows == 9:
+        before_mb = resident_mb()
+print(resident_mb() - before_mb)
+"""
+"""Program that multiplies by one matrix in 300 shapes, and prints the growth of its memory."""
 
 
 def starve(learner: Any, is_too_large: Callable[[int], bool]) -> None:
@@ -215,3 +235,12 @@ async def test_learner_within_a_system_limit_finds_a_fitting_size(start, make_co
     assert updated.metrics["max_tokens_per_micro_batch"] < sum(map(length, items))
     assert (tmp_path / "v1").is_dir()
     assert "out of memory" in (tmp_path / "learner.log").read_text()
+
+
+def test_matrix_products_of_new_shapes_do_not_fill_the_learners_memory():
+    """oneDNN keeps the code of each shape; 300 of them take 190 MB, and 36 in the learner's environment."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch is built without oneDNN")
+    limited = {**os.environ, **KEEP_MEMORY}
+    grown_mb = float(subprocess.check_output([sys.executable, "-c", NEW_SHAPES], env=limited, text=True))
+    assert grown_mb < 65
