@@ -1,7 +1,8 @@
 """Frozen players: the base, and adapters that do not change, by the names that configs and commands give them.
 
-Owns the names `base`, `adapter:DIRECTORY` and `run:DIRECTORY/ckpt-N` (or `newest`, `best`), the facts that an adapter's
-files alone show, the copies in a run directory, and the names, order and best of the adapters that a run saved.
+Owns the names `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N` (or `newest`, `best`) and `average:DIRECTORY`, the
+facts that an adapter's files alone show, the copies in a run directory, and the names, order and best of the adapters
+that a run saved.
 Loads no weights; the engines do.
 """
 
@@ -33,7 +34,7 @@ from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
 from unstable_lite.types import BASE
 
-ADAPTER, RUN = "adapter:", "run:"
+ADAPTER, RUN, AVERAGE = "adapter:", "run:", "average:"
 NEWEST, BEST = "newest", "best"
 COPIES = "opponents"
 """Directory of the copies in a run directory."""
@@ -41,6 +42,7 @@ RECORD = "opponent.json"
 """File in a copy that says whose copy it is, and its digest."""
 FIRST_FROZEN_VERSION = 1 << 29
 """First id of frozen adapters in a run. Updates count from 1, and adapters that return from 1 << 30."""
+_AVERAGE = re.compile(rf"{AVERAGE}(.+?)(/linear)?(?:/ckpt-(\d+(?:,\d+)*))?/*")
 NAMED_BY = ("env_id", "num_players", "fixed_opponent", "temperature", "top_p")
 """Keys of an eval env that name its results; other keys may differ between versions."""
 
@@ -66,8 +68,32 @@ def is_frozen(name: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a name is that of a frozen player with an adapter."""
-    return name.startswith((ADAPTER, RUN))
+    """Return whether a name is that of a frozen player with an adapter, or of an average of several."""
+    return name.startswith((ADAPTER, RUN, AVERAGE))
+
+
+def members(name: str) -> dict[str, float]:
+    """Return the weight of each player of an average, of which one is drawn for each game; any other name itself.
+
+    Weights are equal, or with `/linear` the numbers of the updates. Raises ConfigError if there is no such run.
+    """
+    match = _AVERAGE.fullmatch(name)
+    if match is None:
+        return {name: 1.0}
+    run, linear, given = match.groups()
+    try:
+        updates = map(int, given.split(",")) if given else _saved(Path(run).expanduser())
+    except ConfigError as error:
+        raise ConfigError(f"{name!r}: {error}") from error
+    return {f"{RUN}{run}/ckpt-{update}": float(update) if linear else 1.0 for update in updates}
+
+
+def with_members(name: str) -> str:
+    """Return an average's name with the numbers of its checkpoints, so that it stays the same; others unchanged."""
+    match = _AVERAGE.fullmatch(name)
+    if match is None or match[3]:
+        return name
+    return f"{name.rstrip('/')}/ckpt-{','.join(member.rpartition('-')[2] for member in members(name))}"
 
 
 def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:
@@ -92,6 +118,8 @@ def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:
         except ConfigError as error:
             raise ConfigError(f"{name!r}: {error}") from error
     path = Path(name.removeprefix(ADAPTER)).expanduser()
+    if name.startswith(AVERAGE):
+        raise ConfigError(f"{name!r} draws a checkpoint for each game; name one of them here")
     if not path.is_dir():
         raise ConfigError(f"{name!r}: there is no directory {path}")
     return read_facts(path)

@@ -25,7 +25,7 @@ def evaluate_models(
         list[str],
         typer.Argument(
             help="'base', run directories (all their checkpoints), adapters' directories, 'run:DIRECTORY/best', "
-            "'scripted:…', 'module:Class', 'vendor/model'."
+            "'average:DIRECTORY', 'scripted:…', 'module:Class', 'vendor/model'."
         ),
     ],
     output: Annotated[

@@ -176,8 +176,8 @@ class LeagueConfig(Section):
     proportionally less often."""
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
     """Players that do not change (docs/opponents.md): `scripted:random` and other scripted players; the frozen players
-    `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N`, `run:DIRECTORY/best`, `run:DIRECTORY/newest`; custom classes as
-    `module:Class`; models behind the endpoint of section `opponents`."""
+    `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N`, `run:DIRECTORY/best`, `run:DIRECTORY/newest` and
+    `average:DIRECTORY`; custom classes as `module:Class`; models behind the endpoint of section `opponents`."""
     opponent_lag: Annotated[tuple[int, int], BeforeValidator(_two_numbers)] = (1, 7)
     """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
     max_active_checkpoints: int | None = Field(None, ge=1)

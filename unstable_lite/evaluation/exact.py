@@ -120,6 +120,8 @@ async def evaluate_by_samples(
     if samples < 2:
         raise ConfigError(f"samples = {samples}: an estimate needs at least two answers in each decision state")
     asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
+    if averages := sorted({model.name for models in asked.values() for model in models if model.members}):
+        raise ConfigError(f"{', '.join(averages)}: an average draws a checkpoint for a whole game, not for each answer")
     config, results = evaluation.plan.config.run, list[ExactResult]()
 
     async def ask_all(seats: PlayerFactory, adapters: LoadedAdapters) -> None:

@@ -5,6 +5,7 @@ Owns the names in tables and the keys of results. Loads no weights; the engines 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,14 @@ from pathlib import Path
 
 from unstable_lite.adapters.frozen import (
     ADAPTER,
+    AVERAGE,
     RUN,
     FrozenAdapter,
     by_update,
     find_adapter,
     is_adapter,
     is_frozen,
+    members,
     read_facts,
 )
 from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
@@ -26,6 +29,7 @@ from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links
 from unstable_lite.games.players.factory import is_remote
 from unstable_lite.planning.validation import base_problem
+from unstable_lite.rng import digest_of
 from unstable_lite.types import BASE, ModelRef
 
 
@@ -37,6 +41,19 @@ class EvaluatedModel:
     """Key of results: `base`, a fixed opponent's name, or the digest of an adapter's files."""
     adapter: FrozenAdapter | None = None
     is_fixed: bool = False
+    members: tuple[EvaluatedModel, ...] = ()
+    """Models of which an average plays as one in each game."""
+    weights: tuple[float, ...] = ()
+    """Weights of the members."""
+
+    @property
+    def adapters(self) -> dict[str, EvaluatedModel]:
+        """Models with an adapter, by key, that must be loaded for it to play."""
+        return {model.key: model for model in self.members or (self,) if model.path is not None}
+
+    def drawn(self, seed: int) -> EvaluatedModel:
+        """Return the model that plays the game of a seed."""
+        return random.Random(seed).choices(self.members, self.weights)[0] if self.members else self
 
     @property
     def path(self) -> Path | None:
@@ -80,7 +97,7 @@ def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[Evalua
 def find_run(words: Iterable[str]) -> Path | None:
     """Return the first run directory that a word names, itself or by a checkpoint in it."""
     for word in words:
-        path = Path(word.removeprefix(ADAPTER).removeprefix(RUN)).expanduser().resolve()
+        path = Path(word.removeprefix(ADAPTER).removeprefix(RUN).removeprefix(AVERAGE)).expanduser().resolve()
         for directory in (path, *path.parents[:2]):
             if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
                 return directory
@@ -89,7 +106,7 @@ def find_run(words: Iterable[str]) -> Path | None:
 
 def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
     """Return the largest rank of the adapters. Raises ConfigError for one of another base."""
-    adapters = [model.adapter for model in models if model.adapter is not None]
+    adapters = [one.adapter for model in models for one in model.adapters.values() if one.adapter is not None]
     if problems := [problem for found in adapters if (problem := base_problem(found, config)) is not None]:
         raise ConfigError(*problems)
     return max((found.rank for found in adapters), default=1)
@@ -125,6 +142,11 @@ def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
     """
     if name == BASE:
         return BASE_MODEL
+    if name.startswith(AVERAGE):
+        weights = members(name)
+        models = tuple(opponent(member, copies) for member in weights)
+        key = digest_of(repr([(model.key, weight) for model, weight in zip(models, weights.values(), strict=True)]))
+        return EvaluatedModel(name=name, key=f"{AVERAGE}{key}", members=models, weights=tuple(weights.values()))
     if is_adapter(name):
         try:
             found = find_adapter(name, copies)
@@ -152,5 +174,5 @@ def _with_run(path: Path) -> str:
 
 def check_served(models: Iterable[EvaluatedModel]) -> None:
     """Raise ConfigError if one of the models is not the base or an adapter, whose answers have probabilities."""
-    if fixed := sorted({model.name for model in models if model.is_fixed}):
+    if fixed := sorted({model.name for model in models if model.is_fixed or model.members}):
         raise ConfigError(f"{', '.join(fixed)}: only the base and adapters have probabilities of answers")

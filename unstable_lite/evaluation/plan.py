@@ -86,7 +86,7 @@ class Cell:
     @property
     def adapters(self) -> dict[str, EvaluatedModel]:
         """Adapters, by key, that must be loaded to play the cell."""
-        return {model.key: model for model in self.models if model.path is not None}
+        return self.model.adapters | self.opponent.adapters
 
 
 def read_key(key: str) -> CellKey:
@@ -288,7 +288,8 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
     game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
     if content_file(env.env_id):
         game_seed = question_seed(number)
-    return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=cell.title)
+    refs = [ref(model.drawn(game_seed)) for model in seated]
+    return new_game(env, refs, number, "eval", game_seed, label=cell.title)
 
 
 def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
@@ -334,6 +335,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
     Raises ConfigError with every problem of the adapters, envs, templates, opponents, engine and devices.
     """
     rank = check_base(list({model.key: model for cell in cells for model in cell.models}.values()), config)
+    slots = max(config.engine.max_loras, *(len(cell.model.members + cell.opponent.members) for cell in cells))
     first = cells[0].env.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
     played = dict.fromkeys(
         cell.env.model_copy(update={"fixed_opponent": name})
@@ -341,7 +343,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
         for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
     changed = {
-        "engine": config.engine.model_copy(update={"when_shared": "split"}),
+        "engine": config.engine.model_copy(update={"when_shared": "split", "max_loras": slots}),
         "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
         "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
         "train_envs": (TrainEnvSpec(num_actors=cells[0].env.num_players, **first),),  # a config has at least one

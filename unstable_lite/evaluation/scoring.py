@@ -31,7 +31,8 @@ from unstable_lite.evaluation.probing import (
     uniform_distribution,
     with_positions,
 )
-from unstable_lite.games.openspiel.game_tree import uniform
+from unstable_lite.games.openspiel.game_tree import GameTree, uniform
+from unstable_lite.games.openspiel.game_tree import Policy as GamePolicy
 from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import chats_in_use, questions, templates_for
 from unstable_lite.learner.answers import AnswerScores
@@ -112,14 +113,13 @@ def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[
     `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
     and the errors of `action_distribution`.
     """
-    check_served(cell.model for cell in evaluation.cells)
+    check_served(cell.model for cell in evaluation.cells if not cell.model.members)
     asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
     scorer, results = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run), []
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
         for model in asked[env]:
-            found = scorer.distributions(env, [state.observation for state in tree.states], model)
-            results.append(exact_result(model.name, env.env_id, tree, [of.probabilities for of in found]))
+            results.append(exact_result(model.name, env.env_id, tree, scorer.policy(env, tree, model)))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
     return results
 
@@ -154,6 +154,13 @@ class AnswerScorer:
         tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         prompts = recorded_prompts(config, tokenizer.prompts(chats_in_use(config)), run)
         self._templates = templates_for(config, prompts)
+
+    def policy(self, env: EnvSpec, tree: GameTree, model: EvaluatedModel) -> GamePolicy:
+        """Return the probabilities of the listed answers in each decision state; see `distributions`."""
+        if model.members:
+            return tree.average([self.policy(env, tree, member) for member in model.members], model.weights)
+        found = self.distributions(env, [state.observation for state in tree.states], model)
+        return [distribution.probabilities for distribution in found]
 
     def distributions(
         self, env: EnvSpec, observations: Sequence[str], model: EvaluatedModel

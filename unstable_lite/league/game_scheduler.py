@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from unstable_lite.adapters.frozen import AVERAGE, members
 from unstable_lite.config.env_ids import content_file
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reference import from_reference
@@ -279,7 +280,7 @@ def new_game(
         agent_specs=tuple(
             AgentSpec(
                 pid=pid,
-                model=model,
+                model=_drawn(model, seed),
                 collect_data=pid in trained,
                 prompt_template=env.prompt_template,
                 action_extraction_fn=env.extraction,
@@ -295,6 +296,16 @@ def new_game(
         sampling=env.sampling if isinstance(env, EvalEnvSpec) else None,
         eval_label=label,
     )
+
+
+def _drawn(model: ModelRef, seed: int) -> ModelRef:
+    """Return the model with its adapter in the game of this seed, which is drawn for an average."""
+    name = model.name or ""
+    if model.adapter_version is None or not name.startswith(AVERAGE):
+        return model
+    weights = [*members(name).values()]
+    (number,) = random.Random(derive_seed(seed, name)).choices(range(len(weights)), weights)
+    return replace(model, adapter_version=model.adapter_version + number)
 
 
 def _kind_of(env_id: str, opponents: Iterable[ModelRef]) -> str:

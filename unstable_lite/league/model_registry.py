@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import trueskill
 
-from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, update_of
+from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, members, update_of
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
@@ -335,11 +335,12 @@ class ModelRegistry:
         return {env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in ratings.items()}
 
     def _frozen_version(self, name: str) -> int:
-        """Return the id of a new frozen player's adapter."""
+        """Return the id of a new frozen player's adapter; those of an average's other members follow it."""
         if name == BASE:
             return 0
-        self._frozen_versions = range(FIRST_FROZEN_VERSION, self._frozen_versions.stop + 1)
-        return self._frozen_versions[-1]
+        first = self._frozen_versions.stop
+        self._frozen_versions = range(FIRST_FROZEN_VERSION, first + len(members(name)))
+        return first
 
     def _register(self, meta: ModelMeta) -> None:
         self._models[meta.uid] = meta

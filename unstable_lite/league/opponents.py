@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unstable_lite.adapters.frozen import is_adapter, is_frozen
+from unstable_lite.adapters.frozen import is_adapter, is_frozen, members
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig
 from unstable_lite.league.model_registry import ModelRegistry
@@ -48,10 +48,11 @@ def training_opponents(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def frozen_adapters(config: Config) -> list[str]:
-    """Return the names of the frozen players with an adapter that a run may meet, each once."""
+    """Return the names of the frozen players with an adapter that a run may meet, one for each adapter."""
     trained = [name for names in training_opponents(config).values() for name in names]
     evaluated = [env.fixed_opponent for env in config.eval_envs if env.num_players > 1]
-    return [name for name in dict.fromkeys([*trained, *evaluated]) if is_adapter(name)]
+    names = filter(is_adapter, dict.fromkeys([*trained, *evaluated]))
+    return [member for name in names for member in members(name)]
 
 
 def anchors(config: Config) -> dict[str, str]:

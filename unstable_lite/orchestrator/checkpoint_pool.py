@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.adapters.frozen import COPIES, keep_copy, slug, source_of
+from unstable_lite.adapters.frozen import COPIES, keep_copy, members, slug, source_of
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import LeagueConfig
@@ -274,7 +274,11 @@ def keep_frozen(
     AdapterError, NoRoomError or UnstableError if a copy cannot be written.
     """
     config, copies, metas = plan.config, directory / COPIES, registry.frozen_adapters()
-    names = {meta.adapter_version or 0: meta.name or "" for meta in metas}
+    names = {
+        (meta.adapter_version or 0) + number: name
+        for meta in metas
+        for number, name in enumerate(members(meta.name or ""))
+    }
     problems = [*frozen_problems(dict.fromkeys(names.values()), config, copies, plan.copies)]
     needed = adapter_slots_needed(config, len(names))
     if needed > config.engine.max_loras:

@@ -6,6 +6,9 @@ those added by hand included; default: those of the config.
 
 from __future__ import annotations
 
+from typing import Any
+
+from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
 from unstable_lite.league.opponents import frozen_adapters, strategies, uses_checkpoints
@@ -45,6 +48,7 @@ def resolve_defaults(config: Config) -> Config:
         "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
     }
     rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
+    config = _with_members(config)
     engine, needed = config.engine, adapter_slots_needed(config)
     if "max_loras" not in engine.model_fields_set and needed > engine.max_loras:
         # Games in flight hold slots too, as many as the updates that happen while they last.
@@ -56,6 +60,21 @@ def resolve_defaults(config: Config) -> Config:
             "rewards": config.rewards.model_copy(update=rewards),
         }
     )
+
+
+def _with_members(config: Config) -> Config:
+    """Return the config with the checkpoints of each average of a run, which a resumed run then has, too."""
+
+    def named(section: Any) -> Any:
+        names = section.fixed_opponents
+        return section.model_copy(update={"fixed_opponents": names and tuple(map(with_members, names))})
+
+    evaluated = [
+        env.model_copy(update={"fixed_opponent": with_members(env.fixed_opponent)}) for env in config.eval_envs
+    ]
+    trained = tuple(map(named, config.train_envs))
+    changed = {"league": named(config.league), "train_envs": trained, "eval_envs": tuple(evaluated)}
+    return config.model_copy(update=changed)
 
 
 def active_checkpoints(config: Config, num_frozen: int | None = None) -> int:

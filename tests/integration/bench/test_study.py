@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from bench.harness import REPOSITORY
 from bench.study import command as study_command
-from bench.study.averaging import average as average_policy
 from bench.study.averaging import average_exploitability
 from bench.study.page import to_html
 from bench.study.reading import read_study
@@ -276,7 +275,7 @@ def test_average_policy_is_that_of_the_checkpoints(tmp_path: Path) -> None:
         for adapter in adapters
     ]
     average = average_exploitability(tmp_path / "run", config, env_id)
-    assert average == pytest.approx(tree.exploitability(average_policy(tree, policies)))
+    assert average == pytest.approx(tree.exploitability(tree.average(policies, [1, 1])))
 
 
 def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Path) -> None:

@@ -65,17 +65,21 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     other = write_other_run(tmp_path / "other")
     zeros = {name: 0 * matrix for name, matrix in fitting(TINY, rank=2).items()}
     zero = write_adapter(tmp_path / "zero", zeros, base=TINY, r=2)
+    average = f"average:{other}"
     names = [f"run:{other}/best", f"run:{other}/ckpt-20", f"adapter:{zero}", "base"]
-    config = write_config(tmp_path, names[0], *names)
+    config = write_config(tmp_path, names[0], *names, average)
     out = runs.output_of(runs.run("run", config, "tracker.keep_tokens=true", "run.learning_steps=2"))
     assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
     directory = runs.run_directory(tmp_path)
     versions = versions_of(read_records(directory / "games.jsonl"))
+    assert versions.pop(f"{average}/ckpt-10,20") == {FIRST_FROZEN_VERSION + 3, FIRST_FROZEN_VERSION + 4}
     assert versions == {name: {FIRST_FROZEN_VERSION + n} for n, name in enumerate(names[:-1])} | {"base": {0}}
     rated = {uid for line in read_records(directory / "league.jsonl") for uid, row in line["models"].items() if row[2]}
     assert {f"fixed-{name}" for name in names} <= rated
     assert {line["opponent"] for line in read_records(directory / "eval.jsonl")} == {names[0]}
-    assert {path.name for path in (directory / "opponents").iterdir()} == set(map(slug, names[:-1]))
+    assert {path.name for path in (directory / "opponents").iterdir()} == set(
+        map(slug, [*names[:-1], f"run:{other}/ckpt-10"])
+    )
 
 
 @pytest.mark.nightly
@@ -107,7 +111,7 @@ def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bi
     settings += ("league.opponent_sampling_strategy={ mirror = 0.2, fixed = 0.8 }",)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     other = write_other_run(tmp_path / "other")
-    names = (f"run:{other}/newest", f"run:{other}/best", "base")
+    names = (f"run:{other}/newest", f"run:{other}/best", "base", f"average:{other}/linear")
     for directory in (whole, broken):
         directory.mkdir()
     runs.output_of(runs.run_torchless("run", write_config(whole, names[1], *names), *settings))

@@ -11,7 +11,16 @@ import pytest
 
 from fakes.handmade_adapters import small, write_adapter
 from unstable_lite.adapters import frozen
-from unstable_lite.adapters.frozen import find_adapter, is_frozen, keep_copy, read_facts, slug
+from unstable_lite.adapters.frozen import (
+    find_adapter,
+    is_adapter,
+    is_frozen,
+    keep_copy,
+    members,
+    read_facts,
+    slug,
+    with_members,
+)
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
 from unstable_lite.errors import AdapterError, ConfigError, NoRoomError, UnstableError
 from unstable_lite.tracking.run_directory import to_toml
@@ -195,3 +204,22 @@ def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path, monkeypatch
     with pytest.raises(AdapterError, match=rf"^{adapter}/\S+ cannot be read: .*No such file"):
         keep_copy(f"adapter:{adapter}", copies)
     assert not copies.exists()
+
+
+def test_average_has_the_saved_adapters_as_members_with_equal_or_rising_weights(tmp_path):
+    for place, update in (("adapters", 2), ("checkpoints", 5), ("checkpoints", 10)):
+        write_adapter(tmp_path / place / f"ckpt-{update}", small(update))
+    run, name = f"run:{tmp_path}", f"average:{tmp_path}"
+    assert members(name) == {f"{run}/ckpt-2": 1.0, f"{run}/ckpt-5": 1.0, f"{run}/ckpt-10": 1.0}
+    assert members(f"{name}/linear") == {f"{run}/ckpt-2": 2.0, f"{run}/ckpt-5": 5.0, f"{run}/ckpt-10": 10.0}
+    assert members(f"{name}/linear/ckpt-5,10") == {f"{run}/ckpt-5": 5.0, f"{run}/ckpt-10": 10.0}
+    assert with_members(f"{name}/linear/") == f"{name}/linear/ckpt-2,5,10"
+    write_adapter(tmp_path / "checkpoints" / "ckpt-20", small(20))
+    for kept in (f"{name}/ckpt-2,5", "base", f"{run}/newest", "vendor/average:model"):
+        assert with_members(kept) == kept
+    assert len(members(name)) == 4 and members("base") == {"base": 1.0}
+    assert is_frozen(name) and is_adapter(name)
+    with pytest.raises(ConfigError, match=r"average:nowhere.* is not a run directory"):
+        members("average:nowhere")
+    with pytest.raises(ConfigError, match="name one of them"):
+        find_adapter(name)

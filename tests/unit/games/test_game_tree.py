@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.study.averaging import average
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.openspiel import game_tree
 from unstable_lite.games.openspiel.game import OpenSpielGame
@@ -97,23 +96,34 @@ def test_computed_outcomes_are_those_of_played_games(seat, rest):
 @pytest.mark.parametrize("name", ["kuhn_poker", "liars_dice(dice_sides=3)", "matrix_rps"])
 def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(name, seat):
     tree = flatten(f"openspiel:{name}")
-    one, two, three = (random_policy(tree, seed, rest) for seed, rest in ((1, 0.0), (2, 0.1), (3, 0.3)))
+    policies = [random_policy(tree, number, rest) for number, rest in ((1, 0.0), (2, 0.1), (3, 0.3))]
+    weights = (1, 2, 5)
     opponent = random_policy(tree, 9, rest=0.05)
-    apart = [tree.outcomes(opponent, seat, policy) for policy in (one, two, three)]
-    together = tree.outcomes(opponent, seat, average(tree, [one, two, three]))
+    apart = [tree.outcomes(opponent, seat, policy) for policy in policies]
+    together = tree.outcomes(opponent, seat, tree.average(policies, weights))
     for result in ("win", "draw", "loss", "utility"):
-        assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
+        expected = np.average([getattr(each, result) for each in apart], weights=weights)
+        assert getattr(together, result) == pytest.approx(expected)
+    if name.startswith("liars_dice") or (name, seat) == ("kuhn_poker", 0):  # a seat that acts more than once
+        means = [np.average(each, axis=0, weights=weights) for each in zip(*policies, strict=True)]
+        assert tree.outcomes(opponent, seat, means).utility != pytest.approx(together.utility, abs=1e-4)
 
 
 def test_average_policy_is_uniform_if_none_arrives():
     tree = flatten("openspiel:kuhn_poker")
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
-    mean = average(tree, [always_first, always_first])
+    mean = tree.average([always_first, always_first], [1, 1])
     reached = [bool(np.array_equal(each, first)) for each, first in zip(mean, always_first, strict=True)]
     assert reached.count(False) == 0, "seat 0 passes, then answers a bet; seat 1 answers either"
     always_bet = [np.eye(len(state.actions))[1] for state in tree.states]
-    mean = average(tree, [always_bet, always_bet])
+    mean = tree.average([always_bet, always_bet], [1, 1])
     assert sum(bool(np.allclose(each, 0.5)) for each in mean) == 3, "after a pass, which seat 0 never makes"
+
+
+def test_average_of_policies_by_boards_is_refused():
+    tree = flatten("openspiel:nim(is_misere=False,pile_sizes=2;2)")
+    with pytest.raises(ConfigError, match="boards"):
+        tree.average([uniform(tree)], [1])
 
 
 def test_board_games_are_merged_by_board_and_solved():

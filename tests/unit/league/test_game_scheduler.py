@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
-from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.game_scheduler import GameScheduler, new_game
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import (
     BaseModelSampler,
@@ -384,3 +385,18 @@ def test_shares_by_steps_are_shares_of_the_collected_steps():
     assert by_steps == pytest.approx(expected, abs=0.06)
     by_games = shares_of_steps("games", given_, {"short": 2, "long": 20})
     assert by_games["long", True] == pytest.approx(0.3 * 2 * 20 / (1.3 * 22), abs=0.06)
+
+
+def test_average_plays_as_one_checkpoint_drawn_for_each_game():
+    registry = ModelRegistry()
+    average = registry.add_fixed("average:other/linear/ckpt-1,3", active=False)
+    after = registry.add_fixed("adapter:x", active=False)
+    assert (average.adapter_version, after.adapter_version) == (FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION + 2)
+    env, drawn = EvalEnvSpec(env_id="Nim-v0-train", num_players=3), Counter[int]()
+    for seed in range(1000):
+        spec = new_game(env, [average, average, after], 0, "eval", seed)
+        one, other, fixed = (agent.model for agent in spec.agent_specs)
+        assert one == other and (one.uid, one.name, fixed) == (average.uid, average.name, after)
+        drawn[one.adapter_version - FIRST_FROZEN_VERSION] += 1
+    assert drawn.total() == drawn[0] + drawn[1] == 1000
+    assert drawn[1] / 1000 == pytest.approx(0.75, abs=0.05)

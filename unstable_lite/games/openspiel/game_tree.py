@@ -7,6 +7,7 @@ the other seat its negative. `flatten` makes the list; knows no models.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -168,6 +169,25 @@ class GameTree:
                 chosen[best_of(state)] = 1.0
             response.append(chosen)
         return response
+
+    def average(self, policies: Sequence[Policy], weights: Sequence[float]) -> Policy:
+        """Return the policy of a seat that draws one of `policies`, by weight, before a game and plays it throughout.
+
+        In a decision state each one counts by its weight times the probability that its own actions lead there; a state
+        that none of them reaches is uniform. Raises ConfigError if several histories share a position: then that
+        probability is not one number. Source: Kuhn 1953, "Extensive games and the problem of information".
+        """
+        if self.shares_positions:
+            raise ConfigError("the average of policies has no exact value in a game whose positions are boards")
+        played_S, reached_S = [np.zeros(len(state.actions)) for state in self.states], np.zeros(len(self.states))
+        for (policy, weight), seat in itertools.product(zip(policies, weights, strict=True), (0, 1)):
+            # All histories of a state have the same own actions, so what the others do there cancels out.
+            for reach, position in zip(self._reach(uniform(self), seat, policy), self.positions, strict=True):
+                if isinstance(position, Decision) and self.states[position.state].seat == seat:
+                    reached_S[position.state] += weight * reach
+                    played_S[position.state] += weight * reach * policy[position.state]
+        pairs = zip(played_S, reached_S, strict=True)
+        return [played / reached if reached else np.full(len(played), 1 / len(played)) for played, reached in pairs]
 
     def optimal_actions(self) -> dict[str, list[str]]:
         """Return every action that keeps the value of a position, by its observation; for perfect information only."""
