@@ -181,7 +181,7 @@ class GameTree:
             raise ConfigError("the average of policies has no exact value in a game whose positions are boards")
         played_S, reached_S = [np.zeros(len(state.actions)) for state in self.states], np.zeros(len(self.states))
         for (policy, weight), seat in itertools.product(zip(policies, weights, strict=True), (0, 1)):
-            # All histories of a state have the same own actions, so what the others do there cancels out.
+            # All histories of a state have the same own actions, so the probability of the others' actions cancels out.
             for reach, position in zip(self._reach(uniform(self), seat, policy), self.positions, strict=True):
                 if isinstance(position, Decision) and self.states[position.state].seat == seat:
                     reached_S[position.state] += weight * reach
