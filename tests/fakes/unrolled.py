@@ -49,13 +49,16 @@ def policy_loss(
     advantages: Sequence[float],
     old: Sequence[Tensor] | None = None,
     length: float = MAX_GENERATION_LEN,
+    factor: float = 1.0,
 ) -> Tensor:
     """Return the policy's loss as the learner's config says, token by token.
 
     old: log-probabilities at the start of a clipped update. length: divisor of each step, by default the largest length
-    of a completion. The KL term is a scalar whose gradient is that of the KL at the sampled prefixes (score function).
+    of a completion. factor: of the coefficients, by their schedule. The KL term is a scalar whose gradient is that of
+    the KL at the sampled prefixes (score function).
     """
     config, total = learner.training.config, torch.zeros((), dtype=torch.float64)
+    bonus, penalty = config.entropy_coefficient * factor, config.kl_coefficient * factor
     learner.policy.model.set_adapter("default")
     for index, (item, advantage) in enumerate(zip(items, advantages, strict=True)):
         rows, behaviour = _rows(learner, item), item.logprobs.tolist()
@@ -64,12 +67,12 @@ def policy_loss(
         start = now if old is None else old[index].tolist()
         reference = _reference_logprobs(learner, item) if config.kl_coefficient else now
         gains = advantage * logps if old is None else _clipped(logps, old[index], advantage, item, config)
-        bonuses = [-(row_V.exp() * row_V).sum() if config.entropy_coefficient else 0.0 for row_V in rows]
+        bonuses = [-(row_V.exp() * row_V).sum() if bonus else 0.0 for row_V in rows]
         weights = np.ones(len(now)) if item.token_weights is None else item.token_weights
         for t, weight in enumerate(weights.tolist()):
             kl = importance(now, behaviour, t, config) * (now[t] - reference[t]) * logps[t]
-            gained = importance(start, behaviour, t, config) * gains[t] + config.entropy_coefficient * bonuses[t]
-            total = total - item.weight * weight * (gained - config.kl_coefficient * kl)
+            gained = importance(start, behaviour, t, config) * gains[t] + bonus * bonuses[t]
+            total = total - item.weight * weight * (gained - penalty * kl)
     return total / (length * len(items))
 
 

@@ -136,6 +136,10 @@ class EngineConfig(Section):
         return self.gpu_memory_utilization or 0.9
 
 
+Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+"""Schedule of a number of the learner from update to update."""
+
+
 class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """Device of each rank: a CUDA device number, or "cpu", which may be repeated. The ranks divide every batch by
@@ -155,10 +159,11 @@ class LearnerConfig(Section):
     """Most tokens, padding included, of one micro-batch, which is filled with sequences of similar length."""
     learning_rate: float = Field(1e-5, gt=0)
     """Learning rate of the adapter (AdamW)."""
-    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate_schedule: Schedule = "constant"
     """`linear`: the learning rates, including the critic's, fall by the same amount after every update and would reach
     0 after `run.learning_steps`; `cosine`: along half a cosine wave. A resume with more learning steps raises them to
-    the new schedule."""
+    the new schedule. `inverse_sqrt`: the n-th update after the warm-up has 1/√n of them, regardless of the learning
+    steps."""
     learning_rate_warmup: int = Field(0, ge=0)
     """Number of initial updates in which the learning rates rise by equal amounts, before the schedule begins."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
@@ -188,11 +193,17 @@ class LearnerConfig(Section):
     entropy_target: float | None = Field(None, gt=0)
     """Mean entropy of a token, in nats (`learner/entropy`), that the coefficient is adapted to: after each update it
     changes by at most 10 %, from `entropy_coefficient` to at most 100 times more or less. Default: it is constant."""
-    kl_reference: Literal["initial", "base", "average"] = "initial"
+    coefficient_schedule: Schedule = "constant"
+    """Schedule of `kl_coefficient` and `entropy_coefficient`, by the rules of `learning_rate_schedule`, without its
+    warm-up. It contradicts `entropy_target`."""
+    kl_reference: Literal["initial", "base", "average", "stage"] = "initial"
     """Reference policy of `kl_coefficient`. `initial`: the adapter at `lora.initial_lora_path`, or the base if there is
-    none; `base`: the base model without an adapter; `average`: a slow moving average of the adapter (a magnet)."""
+    none; `base`: the base model without an adapter; `average`: a slow moving average of the adapter (a magnet);
+    `stage`: a copy of the adapter, renewed every `kl_stage` updates."""
     kl_average_decay: float = Field(0.99, ge=0, lt=1)
     """Weight of the old average when an update's adapter is added to it, with `kl_reference` "average"."""
+    kl_stage: int = Field(50, ge=1)
+    """Number of updates for which `kl_reference` "stage" keeps a copy."""
     critic_learning_rate: float = Field(5e-5, gt=0)
     """Learning rate of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)
@@ -247,7 +258,7 @@ class LoraConfig(Section):
     """`critic/` directory of a checkpoint, for an algorithm with a critic to start from."""
 
 
-def reference_adapter(learner: LearnerConfig, lora: LoraConfig) -> Literal["initial", "average"] | None:
+def reference_adapter(learner: LearnerConfig, lora: LoraConfig) -> Literal["initial", "average", "stage"] | None:
     """Return which frozen adapter the learner keeps as reference of its KL penalty; None: the base, or no penalty."""
     if not learner.kl_coefficient or learner.kl_reference == "base":
         return None

@@ -42,8 +42,8 @@ from unstable_lite.types import LearnerLogprobs, TrainItem
 
 EAGER_TOKENS = 1024
 """Tokens of a forest for a model that computes attention itself, unless a sequence has more than half as many."""
-AVERAGE = "average"
-"""Name of the moving average of the adapter, and of its directory in a saved state."""
+MOVING = ("average", "stage")
+"""References of the KL penalty that follow the adapter; also their directories in a saved state."""
 _BASE = "base_model.model."
 """Beginning of PEFT's names of the base's modules."""
 
@@ -88,7 +88,7 @@ class Policy:
         self._reference = reference_adapter(config.learner, config.lora)
         """Name of the frozen adapter that is the KL penalty's reference; None: the base, or no penalty."""
         # A run that repeats bit for bit computes the same batches after a resume, when nothing would be remembered.
-        is_fixed = self._reference != AVERAGE and config.run.schedule != "sync"
+        is_fixed = self.moving_reference is None and config.run.schedule != "sync"
         self._remembered = Remembered() if is_fixed else None
         self._reference_parameters: dict[str, nn.Parameter] = {}
         if self._reference is not None:
@@ -101,20 +101,20 @@ class Policy:
         self.follow(decay=0.0)
 
     @property
-    def has_average(self) -> bool:
-        """Whether it keeps a moving average of its adapter, the reference of the KL penalty."""
-        return self._reference == AVERAGE
+    def moving_reference(self) -> str | None:
+        """Name of the KL penalty's reference if it follows the adapter."""
+        return self._reference if self._reference in MOVING else None
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
-        """Move the average adapter, if there is one, to the adapter, matrix by matrix.
+        """Move the moving reference, if there is one, to the adapter, matrix by matrix.
 
-        decay: weight of the old average.
+        decay: weight of the old reference; 0 copies the adapter.
         """
-        if self.has_average:
+        if self.moving_reference is not None:
             pairs = zip(self._reference_parameters.values(), self.parameters.values(), strict=True)
-            for average, parameter in pairs:
-                average.lerp_(parameter, 1 - decay)
+            for reference, parameter in pairs:
+                reference.lerp_(parameter, 1 - decay)
 
     @property
     def vocab_size(self) -> int:
@@ -245,14 +245,14 @@ class Policy:
     @property
     def kl_metric(self) -> str:
         """Name of the KL metric, which names the reference of `reference_logprobs`."""
-        return {None: "kl_to_base", "initial": "kl_to_initial", "average": "kl_to_average"}[self._reference]
+        return f"kl_to_{self._reference or 'base'}"
 
     @torch.no_grad()
     def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
         """Return each trained token's log-probability under the reference policy of `kl_coefficient`.
 
         That is the adapter from which training started, or the base if there was none or `kl_reference` is "base", or
-        the average adapter.
+        the moving reference.
         """
         with self.model.disable_adapter() if self._reference is None else self.using(self._reference):
             if self._remembered is not None:

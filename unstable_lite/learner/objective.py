@@ -58,5 +58,5 @@ def regularised(
     if reference_logp_N is not None:
         # The weights are those of the present policy, in a clipped step too.
         weight_N = importance_weights(batch, logp_N, training.config)
-        loss = loss + training.config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
+        loss = loss + training.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
     return loss

@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.config.training import LearnerConfig
+from unstable_lite.config.training import LearnerConfig, Schedule
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.learner import UpdateResult, distributed
 from unstable_lite.learner.batching import check, fit, length
@@ -40,7 +40,7 @@ from unstable_lite.learner.critic import (
     zero_share,
 )
 from unstable_lite.learner.distributed import Floats
-from unstable_lite.learner.model import AVERAGE, Policy
+from unstable_lite.learner.model import Policy
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.reward_transformations.averages import Spread
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -72,7 +72,9 @@ class Training:
         self.completion_len = float(config.engine.max_generation_len)
         """Constant divisor of each item's loss: the mean completion length of the first batch, in tokens."""
         self.entropy_coefficient = self.config.entropy_coefficient
-        """Coefficient of the entropy bonus; constant unless there is an `entropy_target`."""
+        """Coefficient of the entropy bonus, by its schedule or `entropy_target`."""
+        self.kl_coefficient = self.config.kl_coefficient
+        """Coefficient of the KL penalty, by its schedule."""
         self.spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         groups = [(self.policy.parameters, self.config.learning_rate)]
@@ -92,22 +94,24 @@ class Training:
         return self.critic is not None and self.step < self.config.critic_warmup_updates
 
     def schedule(self) -> dict[str, float]:
-        """Set the learning rates of the next update and return them as metrics."""
+        """Set learning rates and coefficients of the next update and return them as metrics."""
         config = self.config
-        factor = learning_rate_factor(
-            config.learning_rate_schedule, self.step, self._learning_steps, config.learning_rate_warmup
-        )
+        progress = self.step, self._learning_steps
+        factor = schedule_factor(config.learning_rate_schedule, *progress, config.learning_rate_warmup)
         metrics = {"lr": config.learning_rate * factor}
         if self.critic is not None:
             metrics["critic_lr"] = config.critic_learning_rate * factor
         for group, learning_rate in zip(self.optimizer.param_groups, metrics.values(), strict=True):
             group["lr"] = learning_rate
-        if config.entropy_target is not None:
-            metrics["entropy_coefficient"] = self.entropy_coefficient
-        return metrics
+        factor = schedule_factor(config.coefficient_schedule, *progress)
+        self.kl_coefficient = config.kl_coefficient * factor
+        if config.entropy_target is None:
+            self.entropy_coefficient = config.entropy_coefficient * factor
+        in_use = {"kl_coefficient": self.kl_coefficient, "entropy_coefficient": self.entropy_coefficient}
+        return metrics | {name: value for name, value in in_use.items() if getattr(config, name)}
 
     def follow(self, entropy: float | None) -> None:
-        """Adapt the entropy's coefficient and the average adapter after an update.
+        """Adapt the entropy's coefficient and the KL penalty's reference after an update.
 
         entropy: mean entropy of the update's tokens before it, if the algorithm reported it.
         """
@@ -115,7 +119,10 @@ class Training:
         if config.entropy_target is not None and entropy is not None:
             limits = config.entropy_coefficient, config.entropy_target
             self.entropy_coefficient = adapted_coefficient(self.entropy_coefficient, entropy, *limits)
-        self.policy.follow(config.kl_average_decay)
+        if config.kl_reference != "stage":
+            self.policy.follow(config.kl_average_decay)
+        elif self.step % config.kl_stage == 0:
+            self.policy.follow(decay=0.0)
 
     def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float | None:
         """Add the gradient of the critic's loss on `items`, of this rank's share; return the loss, or None without."""
@@ -127,9 +134,9 @@ class Training:
         if self.critic is not None:
             (directory / "critic").mkdir(exist_ok=True)
             self.critic.save(directory / "critic")
-        if self.policy.has_average:
-            (directory / AVERAGE).mkdir(exist_ok=True)
-            peft_files.write_files(directory / AVERAGE, *self.policy.adapter_state(AVERAGE))
+        if (moving := self.policy.moving_reference) is not None:
+            (directory / moving).mkdir(exist_ok=True)
+            peft_files.write_files(directory / moving, *self.policy.adapter_state(moving))
         tensors = state_tensors(self.optimizer, self.parameters) | {"rng.cpu": torch.get_rng_state()}
         if self.policy.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
@@ -147,9 +154,10 @@ class Training:
         self.policy.load_adapter(directory)
         if self.critic is not None:
             self.critic.load(directory / "critic")
-        if (directory / AVERAGE).is_dir() and self.policy.has_average:
-            self.policy.load_adapter(directory / AVERAGE, AVERAGE)
-        else:  # the config did not ask for an average when the state was saved
+        moving = self.policy.moving_reference
+        if moving is not None and (directory / moving).is_dir():
+            self.policy.load_adapter(directory / moving, moving)
+        else:  # the config did not ask for this reference when the state was saved
             self.policy.follow(decay=0.0)
         moments, counters = read_state(directory / STATE, self.policy.device)
         try:
@@ -361,14 +369,16 @@ def load_state_tensors(optimizer: Optimizer, parameters: Parameters, tensors: Ma
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup: int) -> float:
-    """Return the factor of the learning rate after `step` of `num_steps` updates.
+def schedule_factor(schedule: Schedule, step: int, num_steps: int, warmup: int = 0) -> float:
+    """Return the factor of a learning rate or coefficient after `step` of `num_steps` updates.
 
     It rises by equal amounts in the first `warmup` updates, is 1 in the next one, and then follows the schedule, which
-    would reach 0 after `num_steps`.
+    would reach 0 after `num_steps`, or has no end (`inverse_sqrt`).
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
+    if schedule == "inverse_sqrt":
+        return 1 / math.sqrt(step - warmup + 1)
     progress = min(1.0, (step - warmup) / max(num_steps - warmup, 1))
     if schedule == "linear":
         return 1 - progress

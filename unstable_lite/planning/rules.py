@@ -242,6 +242,11 @@ def _loss_rules(config: Config) -> Iterator[str]:
             "learner.entropy_target: the coefficient is adapted by factors, so learner.entropy_coefficient must be "
             "above 0 (0.001 is a start)"
         )
+    if learner.coefficient_schedule != "constant":
+        yield (
+            f"learner.coefficient_schedule = '{learner.coefficient_schedule}': learner.entropy_target already changes "
+            "the entropy's coefficient after each update; keep one of the two keys"
+        )
     try:
         shape = shape_of(config.model_name)
     except ModelError:  # reported with the other problems of the model

@@ -45,6 +45,7 @@ _ALL = (
     Metric("value loss", "learner/value_loss", topic="health"),
     Metric("KL to the start", "learner/kl_to_initial", topic="health", meaning="How far it is from its first adapter."),
     Metric("KL to the average", "learner/kl_to_average", topic="health", meaning="How far it is from its own average."),
+    Metric("KL to the stage", "learner/kl_to_stage", topic="health", meaning="How far it is from its newest copy."),
     Metric("wait for games (s)", "learner/wait_for_batch_s", ".3g", "speed", "How long the learner waited."),
     Metric("update (s)", "learner/seconds", ".3g", "speed", "How long the learner computed."),
     Metric("weight sync (s)", "learner/publish_s", ".3g", "speed", "Time until games use the new adapter."),

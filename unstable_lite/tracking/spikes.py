@@ -17,7 +17,7 @@ FIRST = 20
 TIMES = 15
 """Multiple of the usual value above which a value is a spike. That is also further than 8 median absolute deviations
 from it, because half of all sizes are within one median of the median."""
-_KL = ("learner/kl_to_base", "learner/kl_to_initial", "learner/kl_to_average")
+_KL = tuple(f"learner/kl_to_{reference}" for reference in ("base", "initial", "average", "stage"))
 JUDGED = ("learner/loss", "learner/policy_grad_norm", *_KL, "learner/entropy", "learner/mismatch_mean")
 
 

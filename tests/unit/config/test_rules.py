@@ -121,6 +121,12 @@ REFUSED = [
     (f"{WARMUP} = -1", f"{WARMUP} = -1"),
     ("learner.entropy_target = 0.5", "learner.entropy_coefficient must be above 0"),
     ("learner.entropy_target = 12.0; learner.entropy_coefficient = 0.01", "learner.entropy_target = 12: a token of"),
+    (
+        'learner.coefficient_schedule = "linear"; learner.entropy_target = 0.5; learner.entropy_coefficient = 0.01',
+        "learner.coefficient_schedule = 'linear': learner.entropy_target already changes the entropy's coefficient",
+    ),
+    ('learner.coefficient_schedule = "exponential"', "learner.coefficient_schedule = 'exponential'"),
+    ("learner.kl_stage = 0", "learner.kl_stage = 0"),
     ("learner.clip_range_high = 0.28", "learner.clip_range_high: reinforce does not clip"),
     ('algorithm = "a2c"; learner.clip_range_high = 0.28', "learner.clip_range_high: a2c does not clip"),
     (
@@ -199,6 +205,8 @@ ACCEPTED = [
     "learner.clip_range_high = 4e-4",
     'algorithm = "ppo"; learner.kl_reference = "average"; learner.kl_coefficient = 0.1; '
     'learner.importance_weight_mode = "mask"',
+    'learner = {entropy_coefficient = 0.1, coefficient_schedule = "inverse_sqrt", kl_reference = "stage", '
+    "kl_coefficient = 0.1, kl_stage = 20}",
     'algorithm = "grpo"; run.group_size = 4; rewards.group_baseline = "mean"',
     'run.group_size = 4; rewards.group_baseline = "rloo"',
     TURN,

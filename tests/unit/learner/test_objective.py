@@ -24,12 +24,13 @@ from fakes.unrolled import (
 )
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.algorithms.ppo import OldPolicy, proximal_policy
-from unstable_lite.learner.training import adapted_coefficient, learning_rate_factor
+from unstable_lite.learner.training import Update, adapted_coefficient, schedule_factor
 from unstable_lite.types import Forced, TrainItem
 
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
 CLIPPED = ["ppo", "grpo"]
 AVERAGE = {"kl_coefficient": 0.5, "kl_reference": "average", "kl_average_decay": 0.75}
+STAGE = {"kl_coefficient": 0.5, "kl_reference": "stage", "kl_stage": 2}
 
 
 def close(items: list[TrainItem], learner: Any, spread: float) -> list[TrainItem]:
@@ -72,7 +73,7 @@ FORMULAS: list[tuple[str, dict[str, Any], bool]] = [
     *((algorithm, CLIP_HIGHER, False) for algorithm in CLIPPED),
     *((algorithm, CLIP_HIGHER | {"importance_weight_level": "sequence"}, False) for algorithm in CLIPPED),
     *((algorithm, REGULARISED, True) for algorithm in ALGORITHMS),
-    *((algorithm, AVERAGE, False) for algorithm in ALGORITHMS),
+    *((algorithm, settings, False) for algorithm in ALGORITHMS for settings in (AVERAGE, STAGE)),
     # The entropy bonus has no importance weight, even of masked tokens.
     ("reinforce", CAPPED[1] | REGULARISED, True),
     ("grpo", CAPPED[3] | REGULARISED, True),
@@ -83,7 +84,7 @@ FORMULAS: list[tuple[str, dict[str, Any], bool]] = [
 def test_gradient_matches_the_formula(make_learner, make_items, algorithm, settings, has_weights):
     learner = make_learner(algorithm, learner={"max_tokens_per_micro_batch": 60, **settings})
     learner.policy.follow(decay=0.0)
-    perturb(learner, 1)  # away from the average
+    perturb(learner, 1)  # away from the moving reference
     double(learner)
     config, rng = learner.training.config, np.random.default_rng(4)
     items, old = close(make_items(9), learner, spread=0.5), None
@@ -222,6 +223,16 @@ def averages(learner: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in learner.policy.model.named_parameters() if ".average." in name}
 
 
+def stage(learner: Any) -> dict[str, Tensor]:
+    """Return the reference of a stage, by the names of the policy's parameters."""
+    named = learner.policy.model.named_parameters()
+    return {name.replace(".stage.", ".default."): p.detach().clone() for name, p in named if ".stage." in name}
+
+
+def adapter_of(learner: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.policy.parameters.items()}
+
+
 @pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
 def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(
     make_learner, make_items, tmp_path, algorithm
@@ -251,11 +262,101 @@ def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(
 
 
 def test_average_is_made_only_for_its_penalty(make_learner, tmp_path):
-    for settings in ({}, {"kl_reference": "average"}, {"kl_coefficient": 0.1}):
+    for settings in ({}, {"kl_reference": "average"}, {"kl_coefficient": 0.1}, {"kl_reference": "stage"}):
         learner = make_learner(learner=settings)
         learner.training.save(tmp_path)
-        assert not averages(learner)
-        assert not (tmp_path / "average").exists()
+        assert not averages(learner) | stage(learner)
+        assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+# the reference of a stage, and coefficients that move
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+@pytest.mark.parametrize("saved_at", [1, 2, 3])
+def test_stage_is_copied_every_kl_stage_updates_and_resumes_bit_for_bit(
+    make_learner, make_items, tmp_path, algorithm, saved_at
+):
+    settings = {"learner": STAGE | {"coefficient_schedule": "linear"}, "run": {"learning_steps": 8}}
+    learner, resumed = (make_learner(algorithm, has_signal=False, **settings) for _ in range(2))
+    after = [adapter_of(learner)]
+    for version in (1, 2, 3, 4, 5):
+        metrics = learner.update(make_items(6, seed=version, turns=2), version).metrics
+        assert {"kl_to_base", "kl_to_initial", "kl_to_average"}.isdisjoint(metrics)
+        # In an odd update the policy still is the reference.
+        assert (metrics["kl_to_stage"] > 1e-9) == (version % 2 == 0)
+        after.append(adapter_of(learner))
+        assert is_equal(stage(learner), after[version - version % 2])
+        if version == saved_at:
+            learner.training.save(tmp_path)
+            before, random_state = stage(learner), torch.get_rng_state()
+            assert learner.update([replace(make_items(1)[0], reward=math.nan)], version + 1).skipped is not None
+            assert is_equal(before, stage(learner)), "a skipped update copies nothing"
+            torch.set_rng_state(random_state)
+    torch.manual_seed(99)
+    resumed.training.load(tmp_path)
+    for version in range(saved_at + 1, 6):
+        last = resumed.update(make_items(6, seed=version, turns=2), version).metrics
+    assert is_equal(snapshot(resumed) | stage(resumed), snapshot(learner) | stage(learner))
+    assert last["kl_coefficient"] == metrics["kl_coefficient"] == 0.5 * 4 / 8
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_nothing_is_remembered_of_an_earlier_stage(make_learner, make_items, schedule):
+    learner = make_learner(has_signal=False, learner=STAGE | {"kl_stage": 1}, run={"schedule": schedule})
+    items, before = make_items(6), adapter_of(learner)
+    for version in (1, 2, 3):
+        assert learner.update(items, version).metrics["kl_to_stage"] == pytest.approx(0.0, abs=1e-9)
+    assert largest_difference(adapter_of(learner), before) > 1e-4
+
+
+def test_stage_that_a_resume_adds_begins_at_the_adapter(make_learner, make_items, tmp_path):
+    learner = make_learner(learner=AVERAGE)
+    learner.update(make_items(4), 1)
+    learner.training.save(tmp_path)
+    resumed = make_learner(learner=STAGE)
+    resumed.training.load(tmp_path)
+    assert is_equal(stage(resumed), adapter_of(learner))
+
+
+FACTORS = {
+    "constant": [1.0, 1.0, 1.0, 1.0],
+    "linear": [1.0, 0.75, 0.5, 0.25],
+    "cosine": [(1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)],
+    "inverse_sqrt": [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5],
+}
+"""Factor of the coefficients in each of four updates."""
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "grpo"])
+@pytest.mark.parametrize("schedule", FACTORS)
+def test_gradient_of_each_update_has_the_coefficients_of_the_schedule(make_learner, make_items, algorithm, schedule):
+    settings = {"coefficient_schedule": schedule, "learning_rate": 1e-2, "learning_rate_warmup": 2}
+    learner = make_learner(algorithm, learner=REGULARISED | settings, run={"learning_steps": 4})
+    double(learner)
+    items = close(make_items(5), learner, spread=0.5)
+    for version, factor in enumerate(FACTORS[schedule], 1):
+        Update(learner.training, items)  # sets the coefficients, also if it is not taken
+        learner.training.completion_len = float(MAX_GENERATION_LEN)
+        old = None
+        if algorithm == "grpo":
+            proximal = proximal_policy(learner.policy, items, learner.training.config)
+            old = [logp.double() for logp in proximal.logp]
+            learner.add_gradient(items, proximal)
+        else:
+            learner.add_gradient(items)
+        loss = policy_loss(learner, items, [item.reward for item in items], old, factor=factor)
+        expected = gradient(loss, learner.policy.parameters)
+        assert largest_difference(grads_of(learner.policy.parameters), expected) < 1e-7
+        metrics = learner.update(items, version).metrics
+        assert metrics["entropy_coefficient"] == pytest.approx(0.3 * factor)
+        assert metrics["kl_coefficient"] == pytest.approx(0.5 * factor)
+
+
+def test_coefficients_are_reported_only_if_they_are_set(make_learner, make_items):
+    for settings in ({}, {"entropy_coefficient": 0.1}, {"kl_coefficient": 0.2}):
+        metrics = make_learner(learner=settings).update(make_items(4), 1).metrics
+        assert {name: metrics[name] for name in metrics if name.endswith("_coefficient")} == settings
 
 
 # the learning rate and the moments
@@ -263,7 +364,7 @@ def test_average_is_made_only_for_its_penalty(make_learner, tmp_path):
 
 def test_warmup_comes_before_each_schedule():
     def rates(schedule: str, warmup: int) -> list[float]:
-        return [learning_rate_factor(schedule, step, 8, warmup) for step in range(9)]
+        return [schedule_factor(schedule, step, 8, warmup) for step in range(9)]
 
     assert rates("constant", 0) == [1.0] * 9
     assert rates("constant", 3) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 6)
@@ -272,7 +373,9 @@ def test_warmup_comes_before_each_schedule():
     assert rates("cosine", 4) == pytest.approx(
         [0.2, 0.4, 0.6, 0.8, *((1 + math.cos(math.pi * part / 4)) / 2 for part in range(5))]
     )
-    assert learning_rate_factor("cosine", 20, 8, 4) == 0.0
+    assert schedule_factor("cosine", 20, 8, 4) == 0.0
+    inverse = [0.25, 0.5, 0.75, *(n**-0.5 for n in range(1, 7))]
+    assert rates("inverse_sqrt", 3) == pytest.approx(inverse)
 
 
 def test_learning_rates_of_policy_and_critic_warm_up_together(make_learner, make_items):
