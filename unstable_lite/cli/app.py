@@ -165,7 +165,7 @@ def envs(
     """List TextArena's env ids for training and OpenSpiel's games, with players and remarks."""
     from unstable_lite.dashboards.terminal import plain_table
     from unstable_lite.games.env_catalogue import describe_envs, env_family
-    from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS
+    from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, has_solver
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
     from unstable_lite.plugins import suggestion
 
@@ -177,7 +177,7 @@ def envs(
             scripted: dict[str, Collection[str]] = {
                 "scripted:random": LEGAL_ACTIONS,
                 "scripted:greedy": GREEDY_GAMES,
-                "scripted:optimal": OPTIMAL_ACTIONS,
+                "scripted:optimal": [*filter(has_solver, OPTIMAL_ACTIONS)],
             }
             names = [name for name, families in scripted.items() if family in families]
             opponents = f"opponents: {', '.join(names)}" if names else ""

@@ -25,7 +25,7 @@ from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.openspiel.game_tree import solved_moves
-from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, greedy_actions, optimal_actions
+from unstable_lite.games.players.lookahead import GREEDY_GAMES, greedy_actions, has_solver, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.rng import derive_seed
 from unstable_lite.tracking.intervals import Z_95, percent
@@ -156,7 +156,7 @@ def probe(
         return mean_estimate(shares, games)
 
     family, solved = env_family(env.env_id.rpartition(":")[2]), solved_moves(env.env_id)
-    optimal = share_of(optimal_actions) if family in OPTIMAL_ACTIONS else None
+    optimal = share_of(optimal_actions) if has_solver(family) else None
     if solved is not None:
         optimal = share_of(lambda _, observation: solved[observation])
     return Probe(

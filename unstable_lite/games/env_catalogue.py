@@ -26,7 +26,14 @@ from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError, described
 from unstable_lite.games.env_start import LocalEnvironment, environment_of
-from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
+from unstable_lite.games.environments import (
+    Environment,
+    bare_id,
+    env_arguments,
+    env_ids,
+    kuhn_pays_bets,
+    source_text,
+)
 from unstable_lite.games.local_game import hang_guard, reason_of
 from unstable_lite.games.openspiel.game import describe_games, trial_problem
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
@@ -61,9 +68,9 @@ ISOLATED = {
     "they are isolated with a fixed one",
 }
 """Env families whose games always run in separate processes."""
-REMARKS = {
-    "KuhnPoker": "its bets move no chips (textarena/envs/KuhnPoker/env.py, line 34: the pot is the two antes), so it "
-    "is best never to fold; openspiel:kuhn_poker pays them"
+_REMARKS = {
+    "KuhnPoker": "its bets move no chips (textarena/envs/KuhnPoker/env.py: the pot is the two antes), so it is best "
+    "never to fold; openspiel:kuhn_poker pays them"
 }
 """Env families that work, but differ from the game of their name."""
 BOARD_GAMES = ("TicTacToe", "WildTicTacToe", "ThreePlayerTicTacToe", "ConnectFour", "SimpleTak", "Nim")
@@ -74,6 +81,12 @@ KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's the small 
 def env_family(env_id: str) -> str:
     """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`; others have none."""
     return env_id if is_openspiel(env_id) or is_questions(env_id) else env_id.partition("-v")[0]
+
+
+def remark_on(family: str) -> str:
+    """Return how the installed version of a family that works differs from the game of its name, or an empty text."""
+    is_right = family == "KuhnPoker" and kuhn_pays_bets()
+    return "" if is_right else _REMARKS.get(family, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +248,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
     for env_id in env_ids():
         if env_id.endswith("-train"):
             family, source = env_family(env_id), source_text(env_id)
-            remark = f"broken: {DENIED[family]}" if family in DENIED else ISOLATED.get(family, REMARKS.get(family, ""))
+            remark = f"broken: {DENIED[family]}" if family in DENIED else ISOLATED.get(family, remark_on(family))
             rows.append((env_id, "?" if source is None else _players(source), remark or _remark(source)))
     remark = 'a file of {"question": …, "answer": …} lines, which are asked one by one'
     return [*rows, (f"{QUESTIONS}PATH{SUFFIX}", "1", remark), *describe_games()]

@@ -325,6 +325,28 @@ def env_arguments(env_id: str) -> list[str] | None:
     return [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
 
 
+@cache
+def kuhn_pays_bets() -> bool:
+    """Return whether a bet costs chips in this version of TextArena's KuhnPoker; False if its game cannot be played.
+
+    Two rounds of checks, of which each player wins one, are a draw. If a bet was called in one of them, its winner wins
+    the game, unless bets move no chips.
+    """
+    try:
+        drawn = next(seed for seed in range(64) if _is_draw_in_kuhn(seed, "[check]", "[check]"))
+        return not _is_draw_in_kuhn(drawn, "[bet]", "[call]")
+    except Exception:  # the code of a later version may raise anything
+        return False
+
+
+def _is_draw_in_kuhn(seed: int, *first_round: str) -> bool:
+    """Play two rounds, the second one of checks; return whether both players have as many chips."""
+    game = Environment("KuhnPoker-v0-train", 2, seed, env_kwargs=(("max_rounds", 2),))
+    for action in (*first_round, "[check]", "[check]"):
+        game.play(action)
+    return not any(game.close()[0].values())
+
+
 def env_ids() -> list[str]:
     return list(ta.envs.registration.ENV_REGISTRY)
 

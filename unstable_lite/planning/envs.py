@@ -16,7 +16,7 @@ from unstable_lite.config.env_ids import content_file, is_openspiel, slug
 from unstable_lite.config.games import INHERITED, EnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.answers import THINK, find_tags, leaves_thinking_open, written_answer
-from unstable_lite.games.env_catalogue import REMARKS, depends_on_hash_seed, env_family, is_isolated, probe, trial
+from unstable_lite.games.env_catalogue import depends_on_hash_seed, env_family, is_isolated, probe, remark_on, trial
 from unstable_lite.games.openspiel.game import information_fault, trial_problem
 from unstable_lite.games.openspiel.game_tree import flatten, uniform
 from unstable_lite.games.questions import Questions, read_questions
@@ -42,8 +42,8 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
     """Yield rows on faulty games, isolation, rewards that no trial game showed, questions and exact evaluations."""
     specs = {spec.env_id: spec for spec in (*config.train_envs, *config.eval_envs)}
     for family in dict.fromkeys(map(env_family, specs)):
-        fault = information_fault(family) if is_openspiel(family) else REMARKS.get(family)
-        if fault is not None:
+        fault = information_fault(family) if is_openspiel(family) else remark_on(family)
+        if fault:
             yield "warning", f"{family}: {fault}"
     isolated = dict.fromkeys(env.env_id for env in (*config.train_envs, *config.eval_envs) if is_isolated(env))
     if isolated:

@@ -147,4 +147,4 @@ def test_check_says_that_textarenas_kuhn_pays_no_bets(config: Path) -> None:
     text = config.read_text().replace("openspiel:nim(pile_sizes=3;4;5,is_misere=false)", "KuhnPoker-v0-train")
     config.write_text(text.replace("scripted:mcts:10", "scripted:random"))
     warnings = [text for what, text in load_plan(config).describe() if what == "warning"]
-    assert any("textarena/envs/KuhnPoker/env.py, line 34" in text for text in warnings)
+    assert any("textarena/envs/KuhnPoker/env.py" in text for text in warnings)

@@ -3,14 +3,18 @@
 import copy
 import itertools
 import random
+import re
+from collections.abc import Iterator
 from functools import cache
 from statistics import fmean
 from typing import Any
 
 import pytest
+from textarena.envs.KuhnPoker.env import KuhnPokerEnv
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_catalogue import describe_envs, remark_on
+from unstable_lite.games.environments import Environment, kuhn_pays_bets
 from unstable_lite.games.players import blind
 from unstable_lite.games.players.blind import BlindPlayer, _Games, best_preferences
 from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, opponent_problem
@@ -154,6 +158,46 @@ def test_optimal_kuhn_poker_never_folds_because_a_call_costs_nothing():
     for card in "JQK":
         assert optimal_actions("KuhnPoker-v0-train", seen.format(card, "'[fold]', '[call]'")) == ["[call]"]
         assert optimal_actions("KuhnPoker-v0-train", seen.format(card, "'[check]', '[bet]'"))
+
+
+@pytest.fixture
+def paid_bets(monkeypatch) -> Iterator[None]:
+    """Let bets and calls move a chip into the pot, as in Kuhn's game and in TextArena's pull request 189."""
+    make_unpaid = KuhnPokerEnv.step
+
+    def step(self, action):
+        if re.search(r"\[(bet|call)\]", action):
+            self.state.game_state["player_chips"][self.state.current_player_id] -= 1
+            self.state.game_state["pot"] += 1
+        return make_unpaid(self, action)
+
+    monkeypatch.setattr(KuhnPokerEnv, "step", step)
+    kuhn_pays_bets.cache_clear()
+    yield
+    kuhn_pays_bets.cache_clear()
+
+
+def test_installed_kuhn_poker_pays_no_bets():
+    assert not kuhn_pays_bets()
+    assert "its bets move no chips" in remark_on("KuhnPoker")
+
+
+def test_kuhn_poker_that_pays_bets_has_no_remark_and_no_optimal_player(paid_bets):
+    seen = "Your card is: 'J'\n\nYour available actions are: '[fold]', '[call]'"
+    assert kuhn_pays_bets()
+    assert remark_on("KuhnPoker") == ""
+    assert {env_id: remark for env_id, _, remark in describe_envs()}["KuhnPoker-v0-train"] == ""
+    assert is_optimal("KuhnPoker-v0-train", seen, "[call]") is None
+    with pytest.raises(UnsupportedEnvError, match="bets cost chips in this version of TextArena: use openspiel:kuhn"):
+        OptimalPlayer("KuhnPoker-v0-train", 0).action(seen)
+    assert optimal_actions("Nim-v0", nim(3, 4, 5))
+
+
+def test_kuhn_poker_that_cannot_be_played_keeps_its_remark(monkeypatch):
+    monkeypatch.setattr(KuhnPokerEnv, "step", None)
+    kuhn_pays_bets.cache_clear()
+    assert "its bets move no chips" in remark_on("KuhnPoker")
+    kuhn_pays_bets.cache_clear()
 
 
 def test_optimal_refuses_other_envs_and_other_text():

@@ -8,7 +8,7 @@ Optimal knows envs with a short solution. TicTacToe: minimax. Nim (the last play
 (1901): leave piles whose exclusive or is zero. KuhnPoker: in TextArena 0.7.4 bets move no chips, so a hand is worth 1
 regardless of the bets. Calling is never worse than folding, and betting, which may make the opponent fold, is never
 worse than checking: always betting and calling is an equilibrium of value 0. The equilibria of Kuhn's own game (1950)
-fold queens to bets that cost nothing to make.
+fold queens to bets that cost nothing to make. In a version whose bets cost chips KuhnPoker has no optimal player.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache, reduce
 from itertools import count, takewhile
 from operator import xor
 
-from unstable_lite.errors import EnvError
+from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.players.scripted import (
     ScriptedPlayer,
     connect_four_drops,
@@ -175,25 +175,40 @@ _ACTION = {
 """Pattern of an action in TextArena 0.7.4: the first match counts, with any text around it."""
 
 
+def has_solver(env_id: str) -> bool:
+    """Return whether the best actions are known: in KuhnPoker only if TextArena pays no bets."""
+    family = env_id.partition("-v0")[0]
+    if family == "KuhnPoker":
+        from unstable_lite.games.environments import kuhn_pays_bets  # imports TextArena, which other games do not need
+
+        return not kuhn_pays_bets()
+    return family in OPTIMAL_ACTIONS
+
+
 def optimal_actions(env_id: str, observation: str) -> list[str]:
     """Return every best action of the player who sees `observation`.
 
     Raises UnsupportedEnvError for another env family, EnvError if the text is not from that env.
     """
-    return reader_of(OPTIMAL_ACTIONS, env_id, "optimal player")(observation)
+    actions_of = reader_of(OPTIMAL_ACTIONS, env_id, "optimal player")
+    if not has_solver(env_id):
+        raise UnsupportedEnvError(
+            f"no optimal player for {env_id!r}, whose bets cost chips in this version of TextArena: use "
+            "openspiel:kuhn_poker with scripted:cfr"
+        )
+    return actions_of(observation)
 
 
 def is_optimal(env_id: str, observation: str, action: str) -> bool | None:
     """Return whether `action` is optimal; None if every legal action is, and for an env without a solver."""
-    family = env_id.partition("-v0")[0]
-    if family not in OPTIMAL_ACTIONS:
+    if not has_solver(env_id):
         return None
     try:
         best = optimal_actions(env_id, observation)
         is_choice = len(best) < len(legal_actions(env_id, observation))
     except EnvError:  # a user's env with the same family name
         return None
-    found = _ACTION[family].search(action)
+    found = _ACTION[env_id.partition("-v0")[0]].search(action)
     words = [str(int(word)) if word.isdecimal() else word.lower() for word in found.groups()] if found else []
     return f"[{' '.join(words)}]" in best if is_choice else None
 
