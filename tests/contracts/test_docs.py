@@ -175,6 +175,8 @@ def _run(words: list[str], needs_gpu: bool, where: str) -> None:
             assert (ROOT / "tests").is_dir()
         case ["python", "-m", "bench", name, *_]:
             assert (ROOT / "bench" / f"{name}.py").is_file() or (ROOT / "bench" / name).is_dir(), where
+        case ["python", "-m", module, *_] if module.startswith("bench."):
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), where
         case ["python", script, *_] if script.startswith(("examples/", "docs/", "tests/")):
             assert (ROOT / script).exists(), f"{where}: no such script"
         case ["tensorboard", "--logdir", directory]:
