@@ -416,19 +416,14 @@ def test_newest_lost_evaluation_game_is_open_at_first(tmp_path: Path, open_page:
 
 
 @pytest.mark.browser
-def test_search_finds_games_and_an_empty_list_says_why(page: Page) -> None:
-    text, count = page.get_by_label("text"), page.locator("#count")
-    for wanted, expected in (("TURN 2: board of game 7", [7]), ("\u00e9! \U0001f389", [9]), ("#6", [6])):
-        text.fill(wanted)
-        expect(count).to_have_text("1 of 10 games, newest first")
-        assert numbers(page) == expected
-    text.fill("Turn 2: board of game 7")
-    expect(count).to_have_text("1 of 10 games, newest first")
-    page.locator("#list button").click()
-    expect(page.locator(".turnbar [role=status]")).to_contain_text("Turn 3 of 3")  # the first turn with the text
+def test_number_finds_a_game_and_an_empty_list_says_why(page: Page) -> None:
+    number = page.get_by_label("number")
+    for wanted in ("6", " #6"):
+        number.fill(wanted)
+        expect(page.locator("#count")).to_have_text("1 of 10 games, newest first")
+        assert numbers(page) == [6]
     page.locator("#filters [name=outcome]").select_option("draw")
-    text.fill("no such board")
-    expect(page.locator("#list")).to_contain_text("No kept game has text “no such board” and outcome “drawn”.")
+    expect(page.locator("#list")).to_contain_text("No kept game has outcome “drawn” and number “ #6”.")
     page.get_by_role("button", name="Show all games").click()
     assert len(numbers(page)) == 10
 
@@ -490,8 +485,6 @@ def test_games_can_be_stepped_through_by_clicks_and_keys(page: Page) -> None:
     expect(page.locator("#game h3")).to_contain_text("Game 8:")
     page.keyboard.press("Escape")
     assert page.evaluate("document.activeElement.textContent").startswith("#8 ")
-    page.keyboard.press("/")
-    assert page.evaluate("document.activeElement.name") == "text"
     choose(page, 5)
     expect(game_pane).to_contain_text("EnvError: the board broke")
 
@@ -709,10 +702,10 @@ def test_ten_thousand_games_are_listed_and_found(tmp_path: Path, open_page: Open
     page.locator("#list").evaluate("(list) => list.scrollTo(0, list.scrollHeight)")
     expect(page.locator("#list li")).to_have_count(100)
     assert numbers(page) == list(range(9999, 9899, -1))
-    page.get_by_label("text").fill("board 37")  # 1 of two digits, 10 of three, 100 of four
+    page.get_by_label("number").fill("37")  # 1 of two digits, 10 of three, 100 of four
     expect(page.locator("#count")).to_have_text("111 of 10,000 games, newest first")
     assert numbers(page)[:2] == [3799, 3798]
-    page.get_by_label("text").fill("#9876")
+    page.get_by_label("number").fill("9876")
     assert numbers(page) == [9876]
     choose(page, 9876)
     expect(page.locator("#game pre").first).to_contain_text("board 9876")

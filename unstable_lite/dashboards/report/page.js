@@ -313,7 +313,6 @@ class Browser {
     this.data = data;
     this.games = data.games.map((row, key) => this.entry(row, key)).sort((a, b) => a.run - b.run || b.game_idx - a.game_idx);
     this.parts = new Map();
-    this.turnOf = new Map(); // the first turn with the text that is searched for, by game
     this.found = this.games;
     this.current = null;
     this.turn = 0;
@@ -361,43 +360,21 @@ class Browser {
   }
 
   filter() {
-    const want = Object.fromEntries(new FormData(this.form)), text = want.text.trim().toLowerCase(), number = /^#\d+$/.test(text) && text.slice(1);
+    const want = Object.fromEntries(new FormData(this.form));
     const ended = { own: (game) => game.invalid_pids.some((pid) => game.policy.includes(pid)), other: (game) => game.invalid_pids.some((pid) => !game.policy.includes(pid)) };
     this.found = this.games.filter((game) => (!want.run || game.run === Number(want.run)) && (!want.env || game.env_id === want.env)
       && (!want.kind || game.kind === want.kind) && (!want.checkpoint || game.checkpoint === want.checkpoint)
       && (!want.opponent || game.opponents.includes(want.opponent)) && (!want.outcome || game.outcome === want.outcome)
-      && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && (!number || String(game.game_idx).startsWith(number)));
+      && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && String(game.game_idx).startsWith(want.number.replace(/[#\s]/g, "")));
     this.numShown = PAGE;
-    this.turnOf.clear();
-    this.search(number ? "" : text);
-  }
-
-  /** Narrows the found games to those with `text` in an observation, an answer or an action, one part of the data after another. */
-  async search(text) {
-    const among = this.found, asked = (this.asked = { text });
-    this.isSearching = Boolean(text);
-    if (text) this.found = [];
     this.list();
     this.reveal();
-    for (const number of new Set(text ? among.map((game) => game.part) : [])) {
-      const part = await this.part(number), known = this.turnOf.size;
-      if (this.asked !== asked) return;
-      for (const game of among.filter((one) => one.part === number)) {
-        const turn = part[game.place].turns.findIndex((one) => [one.obs, one.text, one.action].some((said) => said.toLowerCase().includes(text)));
-        if (turn >= 0) this.turnOf.set(game, turn);
-      }
-      if (this.turnOf.size === known) continue;
-      this.found = among.filter((game) => this.turnOf.has(game));
-      if (known < this.numShown) this.list();
-    }
-    this.isSearching = false;
-    if (text) this.list();
   }
 
   list() {
     const focused = document.activeElement?.dataset?.key, rows = this.found.slice(0, this.numShown).map((game) => this.row(game));
-    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.games.length.toLocaleString("en")} games${this.isSearching ? ", searching …" : ", newest first"}`;
-    $("list").replaceChildren(...(rows.length || this.isSearching ? rows : [this.none()]));
+    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.games.length.toLocaleString("en")} games, newest first`;
+    $("list").replaceChildren(...(rows.length ? rows : [this.none()]));
     $("list").querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
   }
 
@@ -413,7 +390,7 @@ class Browser {
     const how = game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, game.reason ? `${ENDS[game.end]}: ${game.reason}` : ENDS[game.end]);
     const run = this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : "";
     const about = `${run}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`;
-    return el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, this.turnOf.get(game), true) },
+    return el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, 0, true) },
       el("span", {}, ...shown(`#${game.game_idx} ${game.env_id}`)), how, el("small", {}, ...shown(about))));
   }
 
@@ -464,24 +441,19 @@ class Browser {
 
   neighbour(by) {
     const next = this.found[this.found.indexOf(this.current) + by];
-    if (next) this.open(next, this.turnOf.get(next));
+    if (next) this.open(next);
   }
 
   close() {
     $("browser").classList.remove("open");
     this.reveal();
-    ($("list").querySelector("[aria-current]") ?? this.form.elements.text).focus();
+    ($("list").querySelector("[aria-current]") ?? this.form.elements.number).focus();
   }
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Escape") return this.close();
     if (event.target.closest("input, select, textarea")) return;
-    if (event.key === "/") {
-      event.preventDefault();
-      $("filters").scrollIntoView({ block: "center" });
-      return this.form.elements.text.focus();
-    }
     if (!this.current) return;
     const keys = { ArrowRight: () => this.goTo(this.turn + 1), j: () => this.goTo(this.turn + 1), ArrowLeft: () => this.goTo(this.turn - 1), k: () => this.goTo(this.turn - 1),
       n: () => this.neighbour(1), p: () => this.neighbour(-1), c: () => this.recolour(MODES[(MODES.indexOf(this.mode) + 1) % 3]) };
