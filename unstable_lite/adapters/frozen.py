@@ -77,21 +77,24 @@ def members(name: str) -> dict[str, float]:
 
     Weights are equal, or with `/linear` the numbers of the updates. Raises ConfigError if there is no such run.
     """
+    if not name.startswith(AVERAGE):
+        return {name: 1.0}
     match = _AVERAGE.fullmatch(name)
     if match is None:
-        return {name: 1.0}
+        raise ConfigError(f"{name!r} names no run: write {AVERAGE}RUN")
     run, linear, given = match.groups()
     try:
-        updates = map(int, given.split(",")) if given else _saved(Path(run).expanduser())
+        updates = list(map(int, given.split(",")) if given else _saved(Path(run).expanduser()))
     except ConfigError as error:
         raise ConfigError(f"{name!r}: {error}") from error
+    if len(set(updates)) < len(updates) or (linear and not any(updates)):
+        raise ConfigError(f"{name!r}: name each checkpoint once, and for /linear one after update 0")
     return {f"{RUN}{run}/ckpt-{update}": float(update) if linear else 1.0 for update in updates}
 
 
 def with_members(name: str) -> str:
     """Return an average's name with the numbers of its checkpoints, so that it stays the same; others unchanged."""
-    match = _AVERAGE.fullmatch(name)
-    if match is None or match[3]:
+    if not name.startswith(AVERAGE) or ((match := _AVERAGE.fullmatch(name)) and match[3]):
         return name
     return f"{name.rstrip('/')}/ckpt-{','.join(member.rpartition('-')[2] for member in members(name))}"
 

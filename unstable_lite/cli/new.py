@@ -20,6 +20,7 @@ EXAMPLES = {
     "a2c": ("a2c.toml",),
     "league": ("league.toml",),
     "exploiter": ("exploiter.toml",),
+    "exploitability": ("exploitability_of_a_model.toml",),
     "warm-start": ("warm_start.toml",),
     "questions": ("questions.toml", "arithmetic.jsonl"),
     "branching": ("branching.toml", "branching.py"),
@@ -68,8 +69,8 @@ def commands(name: str) -> list[str]:
     with (_source() / config).open(encoding="utf-8") as file:
         first = list(itertools.takewhile(lambda line: line.startswith("#"), file))
     named = [line[4:].strip().replace("python -m unstable_lite", SCRIPT) for line in first if line.startswith("#   ")]
-    is_run = any(line.startswith(f"{SCRIPT} run") for line in named)
-    return named if is_run else [*named, f"{SCRIPT} check {config}", f"{SCRIPT} run {config}"]
+    is_whole = any(line.startswith((f"{SCRIPT} run", f"{SCRIPT} eval")) for line in named)
+    return named if is_whole else [*named, f"{SCRIPT} check {config}", f"{SCRIPT} run {config}"]
 
 
 def write(name: str, directory: Path) -> list[Path]:

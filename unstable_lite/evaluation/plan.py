@@ -335,7 +335,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
     Raises ConfigError with every problem of the adapters, envs, templates, opponents, engine and devices.
     """
     rank = check_base(list({model.key: model for cell in cells for model in cell.models}.values()), config)
-    slots = max(config.engine.max_loras, *(len(cell.model.members + cell.opponent.members) for cell in cells))
+    slots = max(config.engine.max_loras, *(len(cell.adapters) for cell in cells))
     first = cells[0].env.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
     played = dict.fromkeys(
         cell.env.model_copy(update={"fixed_opponent": name})

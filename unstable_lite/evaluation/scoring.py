@@ -119,6 +119,9 @@ def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
         for model in asked[env]:
+            if model.members and tree.shares_positions:
+                say(f"left out: {model.name} in {env.env_id}: its positions are boards, where an average has no value")
+                continue
             results.append(exact_result(model.name, env.env_id, tree, scorer.policy(env, tree, model)))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
     return results

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import trueskill
 
-from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, members, update_of
+from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, members, update_of, with_members
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
@@ -165,6 +165,7 @@ class ModelRegistry:
         active: if false, it is rated in evaluations and never sampled. env_id: env in which it may be sampled, besides
         those of earlier calls; None: in all.
         """
+        name = with_members(name)
         uid = f"fixed-{name}"
         env_ids = None if env_id is None else frozenset([env_id])
         if uid not in self._models:

@@ -317,12 +317,13 @@ def contest_of(state: dict[str, Any]) -> Contest:
     """Return a contest that was saved; earlier versions saved fewer facts of a result."""
     for result in filter(None, (state["best"], state["newest"])):
         if "who" in result:
-            n, draws, is_share = result["n"], result["draws"], result["std"] is None
+            n, draws, is_share = result["n"], result.get("draws", 0), result.get("std") is None
             wins = round(result["mean"] * n - draws / 2) * is_share
-            result |= {"label": result["what"] or "", "model": result["who"], "step": result["update"]}
+            result |= {"label": result.get("what") or "", "model": result["who"], "step": result["update"]}
             result |= dict.fromkeys(("env_id", "opponent"), "") | dict.fromkeys(("invalid", "void"), 0)
-            result |= {"wins": wins, "losses": (n - wins - draws) * is_share, "scores": result["deals"]}
-            result |= {"mean_reward": result["mean"], "reward_std": result["std"] or 0.0}
+            result |= {"wins": wins, "draws": draws, "losses": (n - wins - draws) * is_share}
+            result |= {"mean_reward": result["mean"], "reward_std": result.get("std") or 0.0}
+            result |= {"scores": result.get("deals", ())}
     return msgspec.convert(state, Contest)
 
 

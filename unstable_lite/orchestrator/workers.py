@@ -43,8 +43,8 @@ KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "LRU_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"),
+    "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", "64"),
 }
 """Environment of the learner. By default glibc returns a large block to the system as soon as it is free, so that every
 chunk of logits needs new pages: with a large vocabulary that is most of the time of an update on a CPU (bench/LOG.md).

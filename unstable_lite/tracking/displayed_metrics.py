@@ -59,7 +59,7 @@ METRICS = {metric.name: metric for metric in _ALL}
 TOPICS = {"play": "Does it play better?", "health": "Is it healthy?", "speed": "How fast is it?"}
 """Questions that groups of charts answer."""
 _REWARD, _POINTS = "Of the policy's seats, over the newest 512.", "Against every opponent; against itself it is a half."
-_EXACT = "A best response wins this much a game, exact, in its units; 0 is an equilibrium."
+_EXACT = "A best response wins this much a game, in its units: exact, or estimated; 0 is an equilibrium."
 _LEGAL = "The same, if every answer were legal."
 _FORMAT = "collection-{}/Format Success Rate - correct_answer_format"
 _INVALID = "collection-{}/Ended by own invalid move"

@@ -149,13 +149,13 @@ def tag_of(name: str, has_points: bool = True, order: Sequence[tuple[str, str]] 
     if (match := EVALUATION.fullmatch(name)) and match["value"] == ("Points" if has_points else "Reward"):
         key = during, env_id, opponent = bool(match["during"]), match["env"], match["opponent"]
         # With the env, because one page may show runs in different ones.
-        title = f"{row_place(key, order)} {row_label(env_id, opponent, [('', '')])}"
+        title = f"{row_place(key, order)} {row_label(slug(env_id), opponent, [('', '')])}"
         name = f"Results/{title}{', mean reward' * (not has_points)}{', while training' * during}"
     elif name.startswith("evaluation-"):
-        name = name.replace("(", "against ", 1)
+        name = with_slugs(name).replace("(", "against ", 1)
     else:
         return with_slugs(name)
-    return with_slugs(name).replace("(", "").replace(")", "")
+    return name.replace("(", "").replace(")", "")
 
 
 def layout(config: Config) -> layout_pb2.Layout:
@@ -165,7 +165,7 @@ def layout(config: Config) -> layout_pb2.Layout:
         value, lower, upper = (tag_of(f"{tag} Points{edge}", order=config.eval_cells) for edge in ("", " low", " high"))
         series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
         won.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
-    won += [_lines("exploitability (exact)", "exploitability(_legal)?/.*")] * bool(config.run.exact_every)
+    won += [_lines("exploitability", "exploitability(_legal)?(_low|_high)?/.*")] * bool(config.run.exact_every)
     won += [
         _lines("points in training games", "collection-.*/Points"),
         _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),

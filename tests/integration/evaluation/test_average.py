@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.cli.app import app
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation import action_distribution
+from unstable_lite.evaluation.models import opponent
 from unstable_lite.evaluation.plan import game_spec, plan_evaluation
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.planning.plan import load_plan
@@ -48,6 +50,15 @@ def run(tmp_path: Path) -> Path:
         write_adapter(path, fitting(BASE, update), base=BASE, target_modules=MODULES, bias="none")
     (tmp_path / "run" / "config.toml").write_text(CONFIG.replace("AVERAGE", f"average:{tmp_path / 'run'}"))
     return tmp_path / "run"
+
+
+def test_members_are_drawn_apart_from_deals_and_from_other_averages(run: Path) -> None:
+    one, other = (opponent(f"average:{run}{kind}") for kind in ("", "/ckpt-3,1"))
+    drawn = Counter()
+    for seed in range(2000):
+        card = random.Random(seed).random() < 0.5  # TextArena deals from this stream
+        drawn[card, one.drawn(seed).name[-1], other.drawn(seed).name[-1]] += 1
+    assert len(drawn) == 8 and min(drawn.values()) > 180 and max(drawn.values()) < 320
 
 
 @pytest.mark.parametrize(("weighting", "weights"), [("", (1, 1)), ("/linear", (1, 3))])

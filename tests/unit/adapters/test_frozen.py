@@ -221,5 +221,10 @@ def test_average_has_the_saved_adapters_as_members_with_equal_or_rising_weights(
     assert is_frozen(name) and is_adapter(name)
     with pytest.raises(ConfigError, match=r"average:nowhere.* is not a run directory"):
         members("average:nowhere")
+    with pytest.raises(ConfigError, match="names no run"):
+        members("average:")
+    for twice in ("/ckpt-5,5", "/linear/ckpt-0"):
+        with pytest.raises(ConfigError, match="each checkpoint once"):
+            members(name + twice)
     with pytest.raises(ConfigError, match="name one of them"):
         find_adapter(name)

@@ -158,6 +158,7 @@ def test_contests_that_earlier_versions_saved_have_the_same_results():
         (saved | {"mean": 0.6, "draws": 20}, points_interval(50, 20, 30)),
         (saved | {"mean": 0.625, "draws": 1, "n": 4, "deals": deals}, share_interval(deals)),
         (saved | {"mean": 0.25, "draws": 0, "std": 0.5}, mean_interval(0.25, 0.5, 100)),
+        ({"who": "ckpt-20", "update": 20, "n": 100, "mean": 0.6}, points_interval(60, 0, 40)),
     ):
         best = contest_of({"best": result, "newest": None, "compared": 1}).best
         assert (best.model, best.step, best.value, best.interval) == ("ckpt-20", 20, result["mean"], expected)

@@ -199,6 +199,19 @@ def test_repeated_evaluation_is_removed_under_its_tag(tmp_path, to_tag):
     assert [*scalars(directory)] == ["learner/loss"]
 
 
+@pytest.mark.parametrize(
+    ("env_id", "slug"),
+    [
+        ("openspiel:liars_dice(dice_sides=3)", "openspiel-liars_dice-dice_sides-3"),
+        ("questions:/home/me/hard.jsonl", "questions-hard"),
+    ],
+)
+def test_tags_of_evaluations_have_the_slug_of_the_env(env_id, slug):
+    metric = f"evaluation-{env_id} (scripted:random, greedy)/concurrent checkpoint "
+    assert tag_of(metric + "n") == f"evaluation-{slug} against scripted:random, greedy/concurrent checkpoint n"
+    assert tag_of(metric + "Points").partition(" ")[2] == f"{slug}, random, greedy, while training"
+
+
 def test_each_sampling_of_an_eval_env_has_its_chart():
     greedy = CONFIG.eval_envs[0].model_copy(update={"temperature": 0.0})
     config = CONFIG.model_copy(update={"eval_envs": (*CONFIG.eval_envs, greedy)})
