@@ -30,7 +30,7 @@ def evaluate_models(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Games and tables; the same one again continues it. Optional with --exact."),
+        typer.Option(help="Games and tables; the same one again continues it. With --exact optional, not continued."),
     ] = None,
     games: Annotated[
         int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")
@@ -63,7 +63,7 @@ def evaluate_models(
     """Evaluate checkpoints on disk: models × opponents × envs, or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface, remark_lines
-        from unstable_lite.evaluation.calls import exact_results
+        from unstable_lite.evaluation.calls import add_exact_results
         from unstable_lite.evaluation.evaluator import evaluate
         from unstable_lite.evaluation.ladder import places_tables
         from unstable_lite.evaluation.plan import plan_evaluation
@@ -90,14 +90,18 @@ def evaluate_models(
             trusts_config=trust_config,
         )
         if exact:
-            from unstable_lite.evaluation.exact import exact_tables
+            from unstable_lite.evaluation.exact import ExactResult, exact_tables
 
-            results = exact_results(plan, samples, force, say)
-            out.print(*exact_tables(results), sep="\n")
-            if output is not None:
-                output.mkdir(parents=True, exist_ok=True)
-                write_csv(output / "exact.csv", list(asdict(results[0])), map(asdict, results))
-                out.print(f"table in {output / 'exact.csv'}", soft_wrap=True)
+            results: list[ExactResult] = []
+            try:
+                add_exact_results(results, plan, samples, force, say)
+            finally:  # what was computed or paid before an error is not lost
+                if results:
+                    out.print(*exact_tables(results), sep="\n")
+                if results and output is not None:
+                    output.mkdir(parents=True, exist_ok=True)
+                    write_csv(output / "exact.csv", list(asdict(results[0])), map(asdict, results))
+                    out.print(f"table in {output / 'exact.csv'}", soft_wrap=True)
             return
         evaluated = run_in_loop(evaluate(plan, say))
         out.print(*(places_tables(evaluated.places) or results_tables(evaluated.evaluations)), sep="\n")

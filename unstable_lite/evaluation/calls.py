@@ -69,19 +69,29 @@ def exploitability(
     The arguments are those of `unstable-lite eval --exact`. Raises UnstableError for anything that the command reports.
     """
     plan = _plan(models, envs, "base", config, overrides=overrides, trusts_config=trust_config, output=Path())
-    return list(map(asdict, exact_results(plan, samples, force, TerminalInterface(quiet=quiet).say)))
+    results: list[ExactResult] = []
+    add_exact_results(results, plan, samples, force, TerminalInterface(quiet=quiet).say)
+    return list(map(asdict, results))
 
 
-def exact_results(
-    plan: EvaluationPlan, samples: int | None, is_forced: bool, say: Callable[[str], None]
-) -> list[ExactResult]:
-    """Return the results of `eval --exact`: computed, or estimated from `samples` answers in each decision state."""
+def add_exact_results(
+    results: list[ExactResult],
+    plan: EvaluationPlan,
+    samples: int | None,
+    is_forced: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Add the results of `eval --exact`, each when it is there: computed, or estimated from `samples` answers a state.
+
+    If it raises, the models before have their results.
+    """
     if samples is None:
         from unstable_lite.evaluation.scoring import evaluate_exactly  # loads torch
 
-        return evaluate_exactly(plan, is_forced, say)
+        evaluate_exactly(results, plan, is_forced, say)
+        return
     with tempfile.TemporaryDirectory() as logs:
-        return _in_a_loop(evaluate_by_samples(plan, samples, is_forced, Path(logs), say))
+        _in_a_loop(evaluate_by_samples(results, plan, samples, is_forced, Path(logs), say))
 
 
 def _plan(models: Words, envs: Words, opponents: Words, config: str | Path | None, **options: Any) -> EvaluationPlan:

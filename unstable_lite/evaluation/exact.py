@@ -110,9 +110,14 @@ def models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedMode
 
 
 async def evaluate_by_samples(
-    evaluation: EvaluationPlan, samples: int, is_forced: bool, logs: Path, say: Callable[[str], None]
-) -> list[ExactResult]:
-    """Estimate the results of the models in each env from `samples` answers in each decision state.
+    results: list[ExactResult],
+    evaluation: EvaluationPlan,
+    samples: int,
+    is_forced: bool,
+    logs: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Add results of the models in each env, estimated from `samples` answers in each decision state.
 
     Raises ConfigError for a game that cannot be evaluated exactly, RequestError if an answer does not come, and the
     errors of `evaluate`.
@@ -122,7 +127,7 @@ async def evaluate_by_samples(
     asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
     if averages := sorted({model.name for models in asked.values() for model in models if model.members}):
         raise ConfigError(f"{', '.join(averages)}: an average draws a checkpoint for a whole game, not for each answer")
-    config, results = evaluation.plan.config.run, list[ExactResult]()
+    config = evaluation.plan.config.run
 
     async def ask_all(seats: PlayerFactory, adapters: LoadedAdapters) -> None:
         for env, tree in trees.items():
@@ -139,7 +144,6 @@ async def evaluate_by_samples(
             await with_engines(evaluation.plan, evaluation.run, logs, say, ask_all)
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
-    return results
 
 
 def exact_tables(results: Sequence[ExactResult]) -> list[Table]:

@@ -107,15 +107,17 @@ def probe_models(
     return probes
 
 
-def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]) -> list[ExactResult]:
-    """Compute exact results of `scripted:random`, the base and the adapters in each env.
+def evaluate_exactly(
+    results: list[ExactResult], evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]
+) -> None:
+    """Add exact results of `scripted:random`, the base and the adapters in each env to `results`.
 
     `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
     and the errors of `action_distribution`.
     """
     check_served(cell.model for cell in evaluation.cells if not cell.model.members)
     asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
-    scorer, results = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run), []
+    scorer = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run)
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
         for model in asked[env]:
@@ -124,7 +126,6 @@ def evaluate_exactly(evaluation: EvaluationPlan, is_forced: bool, say: Callable[
                 continue
             results.append(exact_result(model.name, env.env_id, tree, scorer.policy(env, tree, model)))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
-    return results
 
 
 class AnswerScorer:

@@ -109,6 +109,29 @@ def test_model_behind_an_endpoint_is_measured(config: Path, monkeypatch: pytest.
     assert float(row["exploitability"]) == pytest.approx(always_second)
 
 
+def test_results_before_an_error_are_kept(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    with serving() as server:
+        settings = (*GUESSING, f"opponents.base_url={server.url}", "opponents.max_requests=5")
+        words = [
+            "eval",
+            "base",
+            "vendor/model",
+            "--exact",
+            "--samples",
+            "8",
+            "--config",
+            config,
+            "--output",
+            config.parent,
+        ]
+        sets = [word for setting in settings for word in ("--set", setting)]
+        ended = CliRunner().invoke(app, [*map(str, words), *sets], env={"COLUMNS": "200"})
+    assert ended.exit_code == 1 and "max_requests" in ended.output, ended.output
+    with (config.parent / "exact.csv").open(newline="") as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["random legal", "base"]
+
+
 def test_estimate_needs_two_answers_and_belongs_to_exact_evaluation(config: Path) -> None:
     ended = CliRunner().invoke(app, ["eval", "base", "--samples", "4", "--config", str(config), "--output", "x"])
     assert ended.exit_code == 2 and "--samples is for --exact" in ended.output
