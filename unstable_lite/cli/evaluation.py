@@ -95,7 +95,7 @@ def evaluate_models(
             results: list[ExactResult] = []
             try:
                 add_exact_results(results, plan, samples, force, say)
-            finally:  # what was computed or paid before an error is not lost
+            finally:  # an error costs no result that was computed, or paid, before it
                 if results:
                     out.print(*exact_tables(results), sep="\n")
                 if results and output is not None:
