@@ -118,7 +118,7 @@ def tables() -> list[str]:
 
 
 def _assumed(assumed: dict[str, Any]) -> list[str]:
-    values = dict.fromkeys(f"{value:,g}" for value in assumed["values"])  # one if there is no range
+    values = dict.fromkeys(f"{value:,g}" for value in assumed["values"])  # equal ones are shown once
     return [assumed["text"], " / ".join(values), assumed["source"]]
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +34,7 @@ from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
+from unstable_lite.rng import derive_seed
 from unstable_lite.types import BASE
 
 ADAPTER, RUN, AVERAGE = "adapter:", "run:", "average:"
@@ -97,6 +100,14 @@ def with_members(name: str) -> str:
     if not name.startswith(AVERAGE) or ((match := _AVERAGE.fullmatch(name)) and match[3]):
         return name
     return f"{name.rstrip('/')}/ckpt-{','.join(member.rpartition('-')[2] for member in members(name))}"
+
+
+def drawn_member(weights: Sequence[float], seed: int, *names: str) -> int:
+    """Return the number of the member that plays an average's game of this seed.
+
+    names: key of this average's draws. They are apart from the game's own, which deals by its seed alone.
+    """
+    return random.Random(derive_seed(seed, *names)).choices(range(len(weights)), weights)[0]
 
 
 def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:

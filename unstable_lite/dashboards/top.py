@@ -138,8 +138,9 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
         if silent_s > SILENT_S:
             state, style = f"silent for {duration(silent_s)}", "red"
         if (pace := view.pace()) is not None:
-            when = f"left {duration(pace[0] * (planned - made))}"
-            parts.append(f"{pace[1]:.1f} games/s")
+            seconds_per_update, games_per_s = pace
+            when = f"left {duration(seconds_per_update * (planned - made))}"
+            parts.append(f"{games_per_s:.1f} games/s")
         parts.append(f"{view.latest().get('run/tokens_per_s') or 0:,.0f} tokens/s")
     line, shown = Text.assemble((state, style), "  update ", (f"{made}/{planned}", "bold")), [when]
     for part in parts:

@@ -5,7 +5,6 @@ Owns the names in tables and the keys of results. Loads no weights; the engines 
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from unstable_lite.adapters.frozen import (
     RUN,
     FrozenAdapter,
     by_update,
+    drawn_member,
     find_adapter,
     is_adapter,
     is_frozen,
@@ -29,7 +29,7 @@ from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links
 from unstable_lite.games.players.factory import is_remote
 from unstable_lite.planning.validation import base_problem
-from unstable_lite.rng import derive_seed, digest_of
+from unstable_lite.rng import digest_of
 from unstable_lite.types import BASE, ModelRef
 
 
@@ -52,9 +52,8 @@ class EvaluatedModel:
         return {model.key: model for model in self.members or (self,) if model.path is not None}
 
     def drawn(self, seed: int) -> EvaluatedModel:
-        """Return the model that plays the game of a seed, with draws apart from the game's and from other averages'."""
-        rng = random.Random(derive_seed(seed, "member", self.key))
-        return rng.choices(self.members, self.weights)[0] if self.members else self
+        """Return the model that plays the game of a seed."""
+        return self.members[drawn_member(self.weights, seed, "member", self.key)] if self.members else self
 
     @property
     def path(self) -> Path | None:

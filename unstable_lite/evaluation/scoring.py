@@ -158,13 +158,16 @@ class AnswerScorer:
         tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         prompts = recorded_prompts(config, tokenizer.prompts(chats_in_use(config)), run)
         self._templates = templates_for(config, prompts)
+        self._policies: dict[tuple[EnvSpec, str], GamePolicy] = {}
 
     def policy(self, env: EnvSpec, tree: GameTree, model: EvaluatedModel) -> GamePolicy:
         """Return the probabilities of the listed answers in each decision state; see `distributions`."""
         if model.members:
             return tree.average([self.policy(env, tree, member) for member in model.members], model.weights)
-        found = self.distributions(env, [state.observation for state in tree.states], model)
-        return [distribution.probabilities for distribution in found]
+        if (key := (env, model.key)) not in self._policies:  # it may play by itself and in averages
+            found = self.distributions(env, [state.observation for state in tree.states], model)
+            self._policies[key] = [distribution.probabilities for distribution in found]
+        return self._policies[key]
 
     def distributions(
         self, env: EnvSpec, observations: Sequence[str], model: EvaluatedModel

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from unstable_lite.adapters.frozen import AVERAGE, members
+from unstable_lite.adapters.frozen import AVERAGE, drawn_member, members
 from unstable_lite.config.env_ids import content_file
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reference import from_reference
@@ -303,8 +303,7 @@ def _drawn(model: ModelRef, seed: int) -> ModelRef:
     name = model.name or ""
     if model.adapter_version is None or not name.startswith(AVERAGE):
         return model
-    weights = [*members(name).values()]
-    (number,) = random.Random(derive_seed(seed, name)).choices(range(len(weights)), weights)
+    number = drawn_member([*members(name).values()], seed, name)
     return replace(model, adapter_version=model.adapter_version + number)
 
 

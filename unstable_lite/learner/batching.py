@@ -208,15 +208,17 @@ def make_micro_batches(
         ids = item.prompt_ids if of_prompts else whole_ids(item)
         key = index if layout == "separate" else ids.tobytes()
         same.setdefault(key, _Sequence(ids, [])).items.append(index)
-    # The order of big-endian bytes is that of the tokens.
-    sequences = sorted(same.values(), key=lambda one: one.ids.astype(">u4").tobytes())
-    length_S = np.array([len(one.ids) for one in sequences], np.int64)
-    shared = [0, *(common_prefix(one.ids, other.ids) for one, other in itertools.pairwise(sequences))]
-    shared_S = np.array(shared[: len(sequences)], np.int64)
-    is_forest = layout == "forest" and FOREST_COST * (length_S - shared_S).sum() < length_S.sum()
+    sequences, is_forest = list(same.values()), False
+    if layout == "forest":  # the order of big-endian bytes is that of the tokens
+        sequences.sort(key=lambda one: one.ids.astype(">u4").tobytes())
+        shared = [0, *(common_prefix(one.ids, other.ids) for one, other in itertools.pairwise(sequences))]
+        num_tokens = sum(len(one.ids) for one in sequences)
+        is_forest = FOREST_COST * (num_tokens - sum(shared)) < num_tokens
     if not is_forest:
         sequences.sort(key=lambda one: len(one.ids), reverse=True)
-        length_S, shared_S = np.sort(length_S)[::-1], np.zeros(len(sequences), np.int64)
+        shared = [0] * len(sequences)
+    length_S = np.array([len(one.ids) for one in sequences], np.int64)
+    shared_S = np.array(shared[: len(sequences)], np.int64)
     part = _part(length_S - shared_S, share)
     sequences, length_S, shared_S = sequences[part], length_S[part], shared_S[part]
     groups = _groups(length_S, shared_S if is_forest else None, max_tokens, max_rows, BATCH_COST[device])
