@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -196,14 +196,12 @@ class LearnerConfig(Section):
     coefficient_schedule: Schedule = "constant"
     """Schedule of `kl_coefficient` and `entropy_coefficient`, by the rules of `learning_rate_schedule`, without its
     warm-up. It contradicts `entropy_target`."""
-    kl_reference: Literal["initial", "base", "average", "stage"] = "initial"
+    kl_reference: Annotated[str, Field(pattern=r"^(initial|base|average|stage:[1-9]\d*)$")] = "initial"
     """Reference policy of `kl_coefficient`. `initial`: the adapter at `lora.initial_lora_path`, or the base if there is
     none; `base`: the base model without an adapter; `average`: a slow moving average of the adapter (a magnet);
-    `stage`: a copy of the adapter, renewed every `kl_stage` updates."""
+    `stage:N`: a copy of the adapter, renewed every N updates."""
     kl_average_decay: float = Field(0.99, ge=0, lt=1)
     """Weight of the old average when an update's adapter is added to it, with `kl_reference` "average"."""
-    kl_stage: int = Field(50, ge=1)
-    """Number of updates for which `kl_reference` "stage" keeps a copy."""
     critic_learning_rate: float = Field(5e-5, gt=0)
     """Learning rate of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)
@@ -240,6 +238,12 @@ class LearnerConfig(Section):
     """Largest mean |Δ log p| between engine and learner on the base model that counts as rounding at startup; with more
     the run does not start. Afterwards adapters are judged against the measured value."""
 
+    @property
+    def kl_stage(self) -> int | None:
+        """Number of updates for which `kl_reference` keeps a copy of the adapter; None: it is no stage."""
+        _, _, updates = self.kl_reference.partition(":")
+        return int(updates) if updates else None
+
 
 class LoraConfig(Section):
     lora_rank: int = Field(32, ge=1, le=512)
@@ -258,11 +262,14 @@ class LoraConfig(Section):
     """`critic/` directory of a checkpoint, for an algorithm with a critic to start from."""
 
 
-def reference_adapter(learner: LearnerConfig, lora: LoraConfig) -> Literal["initial", "average", "stage"] | None:
-    """Return which frozen adapter the learner keeps as reference of its KL penalty; None: the base, or no penalty."""
-    if not learner.kl_coefficient or learner.kl_reference == "base":
-        return None
-    return None if learner.kl_reference == "initial" and lora.initial_lora_path is None else learner.kl_reference
+def reference_adapter(learner: LearnerConfig, lora: LoraConfig) -> str | None:
+    """Return which frozen adapter the learner keeps as reference of its KL penalty; None: the base, or no penalty.
+
+    Its name is "initial", "average" or "stage".
+    """
+    name, _, _ = learner.kl_reference.partition(":")
+    is_base = name == "base" or (name == "initial" and lora.initial_lora_path is None)
+    return None if is_base or not learner.kl_coefficient else name
 
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
@@ -315,6 +322,10 @@ class RewardConfig(Section):
     games against an opponent: the policy plays the group's deal from each seat in turn, and the mean reward at the
     other seat is added (docs/rewards.md). Default: `algorithm`, if it is `grpo` or `rloo`. Role advantages and batch
     normalisation, which are baselines too, cannot be added to it."""
+    reject_zero_signal: bool = False
+    """Whether steps whose results are all alike do not count towards a batch: those of a group, or without groups those
+    of one env, seat and kind of opponents among as many steps as a batch has. At most 4 batches of steps are played for
+    one; then such steps complete it."""
 
 
 class SftConfig(Section):

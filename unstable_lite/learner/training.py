@@ -119,7 +119,7 @@ class Training:
         if config.entropy_target is not None and entropy is not None:
             limits = config.entropy_coefficient, config.entropy_target
             self.entropy_coefficient = adapted_coefficient(self.entropy_coefficient, entropy, *limits)
-        if config.kl_reference != "stage":
+        if config.kl_stage is None:
             self.policy.follow(config.kl_average_decay)
         elif self.step % config.kl_stage == 0:
             self.policy.follow(decay=0.0)

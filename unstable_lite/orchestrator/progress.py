@@ -20,6 +20,7 @@ from unstable_lite.files import replaced
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer
+from unstable_lite.rollout.rejection import MOST_JUDGED
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, row_label
@@ -109,6 +110,11 @@ class Progress:
             )
         metrics |= await parts.exact.metrics(self.updates)  # after the metrics of the update's own sleep
         metrics |= parts.health.check_update(self.updates, metrics)
+        if (filled := metrics.get("buffer/filled", 0)) and not tracker.latest.get("buffer/filled"):
+            parts.terminal.say(
+                f"update {self.updates}: {filled:.0f} steps of its batch have results that are all alike, because "
+                f"{MOST_JUDGED} batches of steps brought too few others (rewards.reject_zero_signal, buffer/filled)"
+            )
         tracker.log_update(self.updates, metrics, updated.histograms)
         tracker.end_evaluations(still_playing={parts.registry.get_current_ckpt(), *+parts.collector.evaluating})
         status = "  ".join([*self._reward(), self._pace(), *self._ended_early()]) + parts.health.status()
@@ -137,6 +143,8 @@ class Progress:
         if self._parts.plan.config.group_baseline is not None and isinstance(buffer, StepBuffer):
             metrics["buffer/steps_in_groups"] = buffer.steps_in_groups
             metrics |= {f"buffer/groups_{name}": count for name, count in buffer.group_counts.items()}
+        if (rejection := getattr(buffer, "rejection", None)) is not None:
+            metrics |= rejection.metrics()
         if buffer.in_flight is not None:
             metrics["buffer/steps_in_flight"] = buffer.in_flight.steps
             metrics["run/games_in_flight"] = len(buffer.in_flight)

@@ -275,6 +275,7 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
         "rng": _stream(config, "buffer"),
         "batch_delay": config.buffer.batch_delay_buffer,
         "filter_opponent_invalid": config.run.filter_opponent_invalid,
+        "reject_zero_signal": config.rewards.reject_zero_signal,
     }
     if config.buffer.kind == "episodes":
         return EpisodeBuffer(config.buffer_size, **common)

@@ -19,6 +19,7 @@ from unstable_lite.games.players.factory import is_remote
 from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents
 from unstable_lite.planning.defaults import active_checkpoints, changing_slots, holds_games
 from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
+from unstable_lite.rollout.rejection import MOST_JUDGED
 from unstable_lite.types import ModelRef
 
 SYNC_SPARE = 1.1
@@ -114,6 +115,8 @@ def describe_games(config: Config, lengths: Mapping[str, Sequence[int]]) -> str:
         (spec, games / len(envs) * fixed, spec.num_actors, opponents.get(spec.env_id, ())) for spec in envs
     ]
     text = f"{'about' if all(map(lengths.get, turns)) else 'at least'} {games:,.{games < 10:d}f} training"
+    if config.rewards.reject_zero_signal:
+        text += f", up to {MOST_JUDGED} times as many if their results are alike"
     if config.eval_envs and run.num_eval_workers and run.schedule == "async":
         evaluations = games * run.eval_share / (1 - run.eval_share) if run.eval_share < 1 else math.inf
         text += f", {_number(evaluations)} evaluation"

@@ -113,14 +113,15 @@ def compare(
     if not compared:
         return []
     steps = [step for trajectory, _ in compared for step in trajectory.steps]
-    if baseline is not None:
-        error = stdev(finals) / math.sqrt(len(finals))
-        for step in steps:
-            step.step_info["return_std_error"] = error
     added = [step.step_info["step_reward"] - step.step_info["env_reward"] for step in steps]
     usual = fmean(added)
     is_alike = not differ(added)
-    counts["without_spread"] += is_alike and not differ(finals)
+    group_is_alike = is_alike and not differ(finals)
+    counts["without_spread"] += group_is_alike
+    if baseline is not None:
+        error = stdev(finals) / math.sqrt(len(finals))
+        for step in steps:
+            step.step_info.update(return_std_error=error, group_is_alike=group_is_alike)
     of_steps = chain.from_iterable([advantage] * len(trajectory.steps) for trajectory, advantage in compared)
     for step, advantage, reward in zip(steps, of_steps, added, strict=True):
         step.reward = advantage + (0.0 if is_alike else reward - usual)

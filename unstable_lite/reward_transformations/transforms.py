@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -317,6 +317,41 @@ SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
     "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
 }
 """Transforms by their names in `sampling_reward_transformation`."""
+
+
+def set_rewards(
+    trajectory: PlayerTrajectory,
+    final_transform: ComposeFinalRewardTransforms,
+    step_transform: ComposeStepRewardTransforms,
+    batches: Literal["steps", "episodes"],
+) -> None:
+    """Set the rewards of all steps; each gets the final reward, or in an episode the last one only."""
+    before, reward = final_transform.stages(
+        trajectory.final_reward, trajectory.pid, trajectory.env_id, trajectory.steps[-1].context
+    )
+    if not isinstance(reward, Real):
+        raise ConfigError(f"{trajectory.env_id}: {final_transform!r} returned {reward!r}; a reward must be a number")
+    # A message to the learner cannot hold every type of number, such as NumPy's.
+    final, subtracted = float(reward), float(before - reward)
+    for index, step in enumerate(trajectory.steps):
+        is_paid = step is trajectory.steps[-1] or batches == "steps"
+        env_reward, baseline = (final, subtracted) if is_paid else (0.0, 0.0)
+        reward = step_transform(trajectory, index, env_reward)
+        step = trajectory.steps[index]  # a transform may replace it
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise ConfigError(
+                f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
+                f"in the final ({final_transform!r}) and step ({step_transform!r}) reward transformations"
+            )
+        if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
+            raise ConfigError(
+                f"{trajectory.env_id}: {step_transform!r} of the step reward transformations set {reason}"
+            )
+        step.weight, step.token_weights = plain_weights(step)
+        step.reward = float(reward)
+        step.step_info.update(
+            raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=step.reward
+        )
 
 
 def weight_problem(weight: object, token_weights: object, completion: Sized) -> str | None:

@@ -3,8 +3,9 @@
 Owns the waiting steps and the order in which reward transforms are applied to them. Knows nothing of engines,
 learners or trackers. No generated step is discarded to make room; instead, no new game starts (`wait_for_room`) while
 the waiting steps and those expected from games in flight are as many as can be trained on in time (`back_pressure`).
-Steps leave in three ways only, each counted: taken into a batch, the oldest first; dropped as too stale to learn from;
-or drained. So at all times `added == taken + dropped_stale + drained + size()`.
+Steps leave in four ways only, each counted: taken into a batch, the oldest first; dropped as too stale to learn from;
+rejected for results that are all alike; or drained. So at all times
+`added == taken + dropped_stale + rejected + drained + size()`.
 
 `EpisodeBuffer` holds whole trajectories, `StepBuffer` single steps. Games that are played in groups wait outside a
 `StepBuffer` until their group is complete, but count as if they were in it. Once a group has begun, its games must
@@ -21,7 +22,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from numbers import Real
 from typing import Any, ClassVar, Literal
 
 from unstable_lite.config.reference import from_reference
@@ -35,14 +35,14 @@ from unstable_lite.reward_transformations.transforms import (
     SamplingRewardTransform,
     Stateful,
     StepRewardTransform,
-    plain_weights,
-    weight_problem,
+    set_rewards,
 )
 from unstable_lite.rng import restore, state_of
 from unstable_lite.rollout.back_pressure import CountsByLength, InFlight, length_class
+from unstable_lite.rollout.rejection import Rejection
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
-COUNTERS = ("added", "taken", "dropped_stale", "filtered")
+COUNTERS = ("added", "taken", "dropped_stale", "rejected", "filtered")
 """Totals since the start of the run that a checkpoint keeps."""
 
 
@@ -63,11 +63,14 @@ class Buffer:
     """A batch of n is drawn once `batch_delay * n` steps wait."""
     filter_opponent_invalid: bool = False
     """Whether to leave out the trajectories of players whose game ended by another player's invalid move."""
+    reject_zero_signal: bool = False
+    """Whether steps whose results are all alike do not count towards a batch."""
 
     def __post_init__(self) -> None:
         if self.max_buffer_size < 1:
             raise ConfigError(f"buffer_size must be at least 1, got {self.max_buffer_size}")
-        self.added = self.taken = self.dropped_stale = self.drained = 0
+        self.added = self.taken = self.dropped_stale = self.rejected = self.drained = 0
+        self.rejection = Rejection() if self.reject_zero_signal else None
         self.filtered = 0
         """Number of trajectories left out because of `filter_opponent_invalid`."""
         self.counts = CountsByLength()
@@ -92,7 +95,7 @@ class Buffer:
 
     def size(self) -> int:
         """Return the number of waiting steps."""
-        return self._size
+        return self._size + (self.rejection.size() if self.rejection is not None else 0)
 
     @property
     def is_full(self) -> bool:
@@ -111,7 +114,7 @@ class Buffer:
         A player without a turn enters no average: its result says nothing about the policy.
         """
         if traj.steps:
-            self._set_rewards(traj)
+            set_rewards(traj, self._final, self._step, self.batches)
             self._put([[step] for step in traj.steps] if self.batches == "steps" else [list(traj.steps)])
 
     def add_game(self, record: GameRecord) -> None:
@@ -125,10 +128,13 @@ class Buffer:
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Return whether a batch of `n` can be drawn now."""
-        if not self.has_steps_for(n):  # without the stale steps there would be even fewer
-            return False
-        self._drop_stale(current_version)
-        return self.has_steps_for(n)
+        if self.has_steps_for(n):  # without the stale steps there would be even fewer
+            self._drop_stale(current_version)
+        if self.rejection is None:
+            return self.has_steps_for(n)
+        while self.has_steps_for(n) and not self.rejection.has_batch(n):
+            self.rejection.judge(self._oldest(n))
+        return self.rejection.has_batch(n)
 
     def has_steps_for(self, n: int) -> bool:
         """Return whether enough steps wait for a batch of `n`, including stale ones."""
@@ -166,16 +172,18 @@ class Buffer:
 
     def drain(self) -> list[Step]:
         """Remove and return every step as stored, without the sampling transform."""
-        steps = list(chain.from_iterable(self._chunks))
+        steps = list(chain.from_iterable(self.contents()))
         self._chunks = []
         self._size = 0
+        if self.rejection is not None:
+            self.rejection.clear()
         self.drained += len(steps)
         self._make_room()
         return steps
 
     def contents(self) -> list[list[Step]]:
         """Return the waiting chunks as stored."""
-        return list(self._chunks)
+        return self._chunks + (self.rejection.contents() if self.rejection is not None else [])
 
     def refill(self, chunks: list[list[Step]]) -> None:
         """Put back, after `load_state_dict`, the chunks that waited when the state was saved."""
@@ -192,18 +200,21 @@ class Buffer:
             "in_flight": None if self.in_flight is None else self.in_flight.state_dict(),
             "rng": state_of(self._rng),
             "transforms": transforms,
+            "rejection": None if self.rejection is None else self.rejection.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an empty buffer; steps that waited when it was saved count as drained."""
         assert not self._chunks
         for name in COUNTERS:
-            setattr(self, name, state["counters"][name])
-        self.drained = self.added - self.taken - self.dropped_stale
+            setattr(self, name, state["counters"].get(name, 0))  # older checkpoints have fewer
+        self.drained = self.added - self.taken - self.dropped_stale - self.rejected
         self._dropped_at_last_batch = self.dropped_stale
         self.counts = CountsByLength.of(state["counts"])
         if self.in_flight is not None and state["in_flight"] is not None:
             self.in_flight.load_state_dict(state["in_flight"])
+        if self.rejection is not None and state.get("rejection") is not None:
+            self.rejection.load_state_dict(state["rejection"])
         restore(self._rng, state["rng"])
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
@@ -223,35 +234,6 @@ class Buffer:
         num_steps = sum(len(trajectory.steps) for trajectory in trajectories)
         born = self.in_flight.end(record.spec.game_idx, num_steps) if self.in_flight is not None else 0
         return trajectories, born, num_steps
-
-    def _set_rewards(self, trajectory: PlayerTrajectory) -> None:
-        """Set the rewards of all steps; each gets the final reward, or in an episode the last one only."""
-        before, reward = self._final.stages(
-            trajectory.final_reward, trajectory.pid, trajectory.env_id, trajectory.steps[-1].context
-        )
-        if not isinstance(reward, Real):
-            raise ConfigError(f"{trajectory.env_id}: {self._final!r} returned {reward!r}; a reward must be a number")
-        # A message to the learner cannot hold every type of number, such as NumPy's.
-        final, subtracted = float(reward), float(before - reward)
-        for index, step in enumerate(trajectory.steps):
-            is_paid = step is trajectory.steps[-1] or self.batches == "steps"
-            env_reward, baseline = (final, subtracted) if is_paid else (0.0, 0.0)
-            reward = self._step(trajectory, index, env_reward)
-            step = trajectory.steps[index]  # a transform may replace it
-            if not isinstance(reward, Real) or not math.isfinite(reward):
-                raise ConfigError(
-                    f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
-                    f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"
-                )
-            if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
-                raise ConfigError(
-                    f"{trajectory.env_id}: {self._step!r} of the step reward transformations set {reason}"
-                )
-            step.weight, step.token_weights = plain_weights(step)
-            step.reward = float(reward)
-            step.step_info.update(
-                raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=step.reward
-            )
 
     def _put(self, chunks: list[list[Step]]) -> None:
         new_steps = sum(map(len, chunks))
@@ -274,6 +256,19 @@ class Buffer:
         while not self.has_batch(n, current_version):
             self._arrival.clear()
             await self._arrival.wait()
+        chunks = self._oldest(n) if self.rejection is None else self._with_signal(self.rejection, n)
+        num_steps = sum(map(len, chunks))
+        self.taken += num_steps
+        self.counts.add(chain.from_iterable(chunks), "trained")
+        self.dropped_lately = self.dropped_stale - self._dropped_at_last_batch
+        self.left_lately = num_steps + self.dropped_lately
+        self._dropped_at_last_batch = self.dropped_stale
+        if self.in_flight is not None:
+            self.in_flight.measure()
+        return chunks
+
+    def _oldest(self, n: int) -> list[list[Step]]:
+        """Remove the oldest chunks that hold `n` steps, and return them."""
         self._rng.shuffle(self._chunks)
         self._chunks.sort(key=_version)
         num_chunks = num_steps = 0
@@ -283,15 +278,16 @@ class Buffer:
         chunks = self._chunks[:num_chunks]
         del self._chunks[:num_chunks]
         self._size -= num_steps
-        self.taken += num_steps
-        self.counts.add(chain.from_iterable(chunks), "trained")
-        self.dropped_lately = self.dropped_stale - self._dropped_at_last_batch
-        self.left_lately = num_steps + self.dropped_lately
-        self._dropped_at_last_batch = self.dropped_stale
-        if self.in_flight is not None:
-            self.in_flight.measure()
         self._make_room()
         return chunks
+
+    def _with_signal(self, rejection: Rejection, n: int) -> list[list[Step]]:
+        """Return the batch of a rejection that has one; the other steps that it chose wait again."""
+        batch, chosen, rejected = rejection.take(n)
+        self._chunks += chosen
+        self._size += sum(map(len, chosen))
+        self.rejected += sum(map(len, rejected))
+        return batch
 
     def _drop_stale(self, current_version: int) -> None:
         if self.max_staleness is None:
@@ -367,7 +363,7 @@ class StepBuffer(Buffer):
         group.born = born if group.born is None else min(group.born, born)
         for trajectory in trajectories:
             if trajectory.steps:  # a player without a turn has no step rewards to compare
-                self._set_rewards(trajectory)
+                set_rewards(trajectory, self._final, self._step, self.batches)
                 compared_with = 0 if self.is_duplicate else trajectory.pid
                 group.trajectories.setdefault(compared_with, []).append(trajectory)
                 self.steps_in_groups += len(trajectory.steps)

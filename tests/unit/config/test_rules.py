@@ -126,7 +126,7 @@ REFUSED = [
         "learner.coefficient_schedule = 'linear': learner.entropy_target already changes the entropy's coefficient",
     ),
     ('learner.coefficient_schedule = "exponential"', "learner.coefficient_schedule = 'exponential'"),
-    ("learner.kl_stage = 0", "learner.kl_stage = 0"),
+    ('learner.kl_reference = "stage:0"', "learner.kl_reference = 'stage:0'"),
     ("learner.clip_range_high = 0.28", "learner.clip_range_high: reinforce does not clip"),
     ('algorithm = "a2c"; learner.clip_range_high = 0.28', "learner.clip_range_high: a2c does not clip"),
     (
@@ -205,8 +205,8 @@ ACCEPTED = [
     "learner.clip_range_high = 4e-4",
     'algorithm = "ppo"; learner.kl_reference = "average"; learner.kl_coefficient = 0.1; '
     'learner.importance_weight_mode = "mask"',
-    'learner = {entropy_coefficient = 0.1, coefficient_schedule = "inverse_sqrt", kl_reference = "stage", '
-    "kl_coefficient = 0.1, kl_stage = 20}",
+    'learner = {entropy_coefficient = 0.1, coefficient_schedule = "inverse_sqrt", kl_reference = "stage:20", '
+    "kl_coefficient = 0.1}",
     'algorithm = "grpo"; run.group_size = 4; rewards.group_baseline = "mean"',
     'run.group_size = 4; rewards.group_baseline = "rloo"',
     TURN,

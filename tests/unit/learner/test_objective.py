@@ -30,7 +30,7 @@ from unstable_lite.types import Forced, TrainItem
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
 CLIPPED = ["ppo", "grpo"]
 AVERAGE = {"kl_coefficient": 0.5, "kl_reference": "average", "kl_average_decay": 0.75}
-STAGE = {"kl_coefficient": 0.5, "kl_reference": "stage", "kl_stage": 2}
+STAGE = {"kl_coefficient": 0.5, "kl_reference": "stage:2"}
 
 
 def close(items: list[TrainItem], learner: Any, spread: float) -> list[TrainItem]:
@@ -262,7 +262,7 @@ def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(
 
 
 def test_average_is_made_only_for_its_penalty(make_learner, tmp_path):
-    for settings in ({}, {"kl_reference": "average"}, {"kl_coefficient": 0.1}, {"kl_reference": "stage"}):
+    for settings in ({}, {"kl_reference": "average"}, {"kl_coefficient": 0.1}, {"kl_reference": "stage:50"}):
         learner = make_learner(learner=settings)
         learner.training.save(tmp_path)
         assert not averages(learner) | stage(learner)
@@ -274,7 +274,7 @@ def test_average_is_made_only_for_its_penalty(make_learner, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_stage_is_copied_every_kl_stage_updates_and_resumes_bit_for_bit(
+def test_stage_of_two_updates_is_copied_every_second_update_and_resumes_bit_for_bit(
     make_learner, make_items, tmp_path, algorithm, saved_at
 ):
     settings = {"learner": STAGE | {"coefficient_schedule": "linear"}, "run": {"learning_steps": 8}}
@@ -303,7 +303,7 @@ def test_stage_is_copied_every_kl_stage_updates_and_resumes_bit_for_bit(
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_nothing_is_remembered_of_an_earlier_stage(make_learner, make_items, schedule):
-    learner = make_learner(has_signal=False, learner=STAGE | {"kl_stage": 1}, run={"schedule": schedule})
+    learner = make_learner(has_signal=False, learner=STAGE | {"kl_reference": "stage:1"}, run={"schedule": schedule})
     items, before = make_items(6), adapter_of(learner)
     for version in (1, 2, 3):
         assert learner.update(items, version).metrics["kl_to_stage"] == pytest.approx(0.0, abs=1e-9)

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +32,7 @@ def names_of(steps):
 
 
 def assert_balanced(buffer):
-    assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.drained + buffer.size()
+    assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.rejected + buffer.drained + buffer.size()
 
 
 # rewards
@@ -221,14 +222,17 @@ operations = st.lists(
 )
 
 
-@given(operations=operations, is_by_episode=st.booleans())
-def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
+@given(operations=operations, is_by_episode=st.booleans(), rejects=st.booleans())
+def test_no_step_is_lost_or_given_twice(operations, is_by_episode, rejects):
     async def play():
-        buffer = (EpisodeBuffer if is_by_episode else StepBuffer)(6, max_staleness=2)
+        kind = EpisodeBuffer if is_by_episode else StepBuffer
+        buffer = kind(6, max_staleness=2, reject_zero_signal=rejects)
         given, out = 0, []
         for game_idx, (operation, n, version) in enumerate(operations):
             if operation == "add":
-                buffer.add_player_trajectory(make_trajectory(n, game_idx=game_idx, version=version))
+                reward = float(game_idx % 3 == 0)
+                trajectory = make_trajectory(n, game_idx=game_idx, version=version, final_reward=reward)
+                buffer.add_player_trajectory(trajectory)
                 given += n
             elif operation == "drain":
                 out += names_of(buffer.drain())
@@ -433,3 +437,85 @@ async def test_batch_delay_waits_for_more_steps_than_a_batch_takes(buffer_class)
     assert buffer.taken == 4 or buffer_class is EpisodeBuffer  # whole episodes may overshoot
     with pytest.raises(ConfigError, match=r"batch_delay_buffer 1\.5"):
         await buffer.get_batch(7, 0)
+
+
+# batches in which something is to be learnt
+
+
+def add_games(buffer, rewards, *, group_idx=None, first=0):
+    for index, reward in enumerate(rewards):
+        buffer.add_game(make_game([reward], group_idx=group_idx, game_idx=first + index))
+
+
+async def test_group_whose_results_are_alike_does_not_count_towards_a_batch():
+    buffer = make_grouped_buffer(2, reject_zero_signal=True)
+    for group_idx, reward in enumerate([1.0, 0.0]):
+        add_games(buffer, [reward, reward], group_idx=group_idx, first=2 * group_idx)
+    assert not buffer.has_batch(4, 0)
+    assert buffer.size() == 4, "the steps wait until the batch is complete"
+    for group_idx in (2, 3, 4):
+        add_games(buffer, [1.0, 0.0], group_idx=group_idx, first=2 * group_idx)
+    assert all(step.reward for step in await buffer.get_batch(4, 0))
+    assert (buffer.rejected, buffer.size()) == (4, 2)
+    assert buffer.rejection.metrics() == {"buffer/rejected": 4, "buffer/filled": 0, "buffer/rejected-E ()": 4}
+    assert_balanced(buffer)
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+async def test_results_of_a_seat_that_are_alike_do_not_count_towards_a_batch(buffer_class):
+    buffer = buffer_class(100, RoleAdvantageFormatter(tau=0.5), reject_zero_signal=True)
+    add_games(buffer, [1.0, 1.0, 1.0])
+    assert not buffer.has_batch(3, 0), "their advantages after the baseline differ, their results do not"
+    add_games(buffer, [0.0, 0.0, 0.0], first=3)
+    assert buffer.has_batch(3, 0), "they differ from the newest result before"
+    assert len(await buffer.get_batch(3, 0)) == buffer.rejected == 3
+    add_games(buffer, [0.0, 0.0, 0.0], first=6)
+    assert not buffer.has_batch(3, 0)
+    add_games(buffer, [0.0, 1.0, 0.0], first=9)
+    assert buffer.has_batch(3, 0), "one result that differs shows something about the others"
+    assert_balanced(buffer)
+
+
+async def test_batch_is_completed_by_other_steps_after_four_batches():
+    buffer = make_grouped_buffer(2, reject_zero_signal=True)
+    for group_idx in range(7):
+        add_games(buffer, [1.0, 1.0], group_idx=group_idx, first=2 * group_idx)
+    assert not buffer.has_batch(4, 0)
+    add_games(buffer, [1.0, 0.0], group_idx=7, first=14)
+    batch = await buffer.get_batch(4, 0)
+    assert sorted(map(abs, (step.reward for step in batch))) == [0, 0, 1, 1], "those with a signal are in it"
+    assert (buffer.rejected, buffer.rejection.filled, buffer.size()) == (12, 2, 0)
+    assert_balanced(buffer)
+
+
+@pytest.mark.parametrize("rewards", [[1.0] * 8, [1.0, 0.0] * 4])
+async def test_rejection_never_stops_the_games(rewards):
+    buffer = make_grouped_buffer(2, size=4, reject_zero_signal=True)
+    for group_idx in range(100):
+        await asyncio.wait_for(buffer.wait_for_room(), 1)
+        add_games(buffer, rewards[:2], group_idx=group_idx, first=2 * group_idx)
+        if buffer.has_batch(4, 0):
+            break
+    assert len(await buffer.get_batch(4, 0)) == 4
+    assert (buffer.rejected > 0) == (rewards[1] == 1.0)
+
+
+async def test_steps_that_are_judged_survive_a_restart():
+    buffer, resumed = (make_grouped_buffer(2, reject_zero_signal=True) for _ in range(2))
+    for rewards in ([1.0] * 4, [1.0, 0.0] * 2):
+        add_games(buffer, rewards, group_idx=0)
+        assert buffer.has_batch(4, 0) == (0.0 in rewards)
+    await buffer.get_batch(4, 0)
+    add_games(buffer, [1.0, 1.0, 1.0, 0.0], group_idx=0)
+    assert not buffer.has_batch(4, 0)
+    add_games(buffer, [1.0, 0.0], group_idx=1, first=4)
+    assert (buffer.rejection.size(), len(buffer.contents())) == (4, 6)
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    resumed.refill(buffer.contents())
+    assert_balanced(resumed)
+    assert sorted(names_of(chunk)[0] for chunk in resumed.contents()) == [f"{game}.0" for game in range(6)]
+    add_games(resumed, [1.0, 0.0], group_idx=2, first=6)
+    assert all(step.reward for step in await resumed.get_batch(4, 0))
+    assert resumed.rejection.rejected.total() == resumed.rejected >= 4
+    assert resumed.rejected + resumed.size() == 8
+    assert_balanced(resumed)

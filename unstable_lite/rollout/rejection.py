@@ -1,0 +1,96 @@
+"""Leave out of batches the steps whose results are all alike (`rewards.reject_zero_signal`).
+
+Owns the decision, the steps that wait for their batch to be complete, and the counts. Knows no transforms: it reads the
+results that the buffer wrote into each step. As many steps as a batch has are judged together, because a few results
+are alike by chance. Among the games of a group, results are alike if its baseline found them so (`compare`); without
+groups, if those of one env, seat and kind of opponents equal each other and the newest one before.
+
+Source: dynamic sampling of Yu et al. 2025, "DAPO", arXiv:2503.14476, which judges groups; there, a batch has no limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from unstable_lite.reward_transformations.averages import Spread, cell_of
+from unstable_lite.types import Step
+
+MOST_JUDGED = 4
+"""Steps that are judged for one batch, in batches: if they bring too few with a signal, others complete it."""
+
+Chunk = list[Step]
+
+
+class Rejection:
+    def __init__(self) -> None:
+        self._spread = Spread()
+        self._chosen: list[Chunk] = []
+        """Chunks of the next batch."""
+        self._alike: list[Chunk] = []
+        """Chunks without a signal, which complete the next batch if need be."""
+        self.filled = 0
+        """Number of steps without a signal in the newest batch."""
+        self.rejected: Counter[tuple[str, str]] = Counter()
+        """Number of rejected steps since the start, by env id and kinds of the opponents."""
+
+    def size(self) -> int:
+        """Return the number of steps that are held."""
+        return sum(map(len, self.contents()))
+
+    def contents(self) -> list[Chunk]:
+        return self._chosen + self._alike
+
+    def clear(self) -> None:
+        self._chosen, self._alike = [], []
+
+    def judge(self, chunks: Sequence[Chunk]) -> None:
+        """Take chunks from the buffer, and choose those with a signal."""
+        for chunk, is_chosen in zip(chunks, self._have_signal(chunks), strict=True):
+            (self._chosen if is_chosen else self._alike).append(chunk)
+
+    def has_batch(self, n: int) -> bool:
+        """Return whether a batch of `n` steps can be taken."""
+        return sum(map(len, self._chosen)) >= n or self.size() >= MOST_JUDGED * n
+
+    def take(self, n: int) -> tuple[list[Chunk], list[Chunk], list[Chunk]]:
+        """Return the chunks of a batch of at least `n` steps, chosen ones for the next batch, and rejected ones."""
+        in_order = self._chosen + self._alike[::-1]
+        count = size = 0
+        while size < n:
+            size += len(in_order[count])
+            count += 1
+        batch, left, num_chosen = in_order[:count], in_order[count:], len(self._chosen)
+        self.filled = sum(map(len, batch[num_chosen:]))
+        chosen, rejected = left[: max(0, num_chosen - count)], left[max(0, num_chosen - count) :]
+        for step in chain.from_iterable(rejected):
+            self.rejected[step.env_id, step.context.opponent_kinds if step.context is not None else ""] += 1
+        self.clear()
+        return batch, chosen, rejected
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts of rejected steps, of all and by env and kinds of opponents."""
+        by_cell = {f"buffer/rejected-{env_id} ({kinds})": n for (env_id, kinds), n in self.rejected.items()}
+        return {"buffer/rejected": self.rejected.total(), "buffer/filled": self.filled, **by_cell}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the newest results; the steps that are held are among the buffer's contents."""
+        return {"rejected": [[*key, n] for key, n in self.rejected.items()], "spread": self._spread.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rejected = Counter({(env_id, kinds): n for env_id, kinds, n in state["rejected"]})
+        self._spread.load_state_dict(state["spread"])
+
+    def _have_signal(self, chunks: Sequence[Chunk]) -> list[bool]:
+        if "group_is_alike" in chunks[0][0].step_info:
+            return [not all(step.step_info["group_is_alike"] for step in chunk) for chunk in chunks]
+        results = [
+            sum(step.step_info["step_reward"] + step.step_info["baseline"] for step in chunk) for chunk in chunks
+        ]
+        cells = [cell_of(chunk[0].env_id, chunk[0].pid, chunk[0].context) for chunk in chunks]
+        different: list[bool] = self._spread.tells_apart(np.array(results, np.float64), cells).tolist()
+        return different
