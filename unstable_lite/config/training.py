@@ -240,7 +240,7 @@ class LearnerConfig(Section):
 
     @property
     def kl_stage(self) -> int | None:
-        """Number of updates for which `kl_reference` keeps a copy of the adapter; None: it is no stage."""
+        """Number of updates for which `kl_reference` keeps a copy of the adapter; None: it is not a stage."""
         _, _, updates = self.kl_reference.partition(":")
         return int(updates) if updates else None
 
