@@ -42,8 +42,8 @@ class ExactResult:
     """Mean probability, over the decision states, of an answer that is not a legal action as it is listed."""
     exploitability: float
     """Mean utility of a best response over both seats; an answer that is not listed forfeits."""
-    exploitability_legal: float
-    """The same for the policy given that it gives a listed answer."""
+    exploitability_legal: float | None = None
+    """The same for the policy given that it gives a listed answer; None if half of the answers in a state have none."""
     win_0: float
     """Probability of a win at seat 0 against the best response; so on for draw, loss and seat 1."""
     draw_0: float
@@ -155,7 +155,8 @@ def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
         columns = ("exploitability", *["95 %"] * are_sampled, "legal only", "other answers", "points at seat 0, 1")
         points = f"{percent(of.win_0 + of.draw_0 / 2)}, {percent(of.win_1 + of.draw_1 / 2)}"
         rest = percent(of.rest, 2) + (f" (n={of.answers})" if of.answers is not None else "")
-        metrics = f"{of.exploitability:.4f}", *[_interval(of)] * are_sampled, f"{of.exploitability_legal:.4f}", rest
+        legal = "–" if of.exploitability_legal is None else f"{of.exploitability_legal:.4f}"
+        metrics = f"{of.exploitability:.4f}", *[_interval(of)] * are_sampled, legal, rest
         table = tables.setdefault(of.env_id, plain_table(f"{title}decision states", ["model"], columns))
         table.add_row(of.model, *metrics, points)
     return list(tables.values())

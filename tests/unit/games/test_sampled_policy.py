@@ -101,7 +101,7 @@ def test_intervals_cover_the_exploitability(kind: str) -> None:
         assert np.mean([high - low for low, high in intervals]) < 0.5
 
 
-def test_answers_that_are_not_legal_forfeit_and_are_counted() -> None:
+def test_answers_that_are_not_legal_forfeit_are_counted_and_show_no_legal_play() -> None:
     tree = flatten(KUHN)
     silent = SampledPolicy(tree)
     for state in range(len(tree.states)):
@@ -110,11 +110,13 @@ def test_answers_that_are_not_legal_forfeit_and_are_counted() -> None:
     found = silent.metrics()
     assert (found["rest"], silent.num_answers) == (1.0, 24)
     assert found["exploitability"] == pytest.approx(2.0)
-    assert found["exploitability_legal"] == pytest.approx(11 / 24), "uniform, if nothing is known"
-    state = next(number for number, state in enumerate(tree.states) if "check" in state.actions)
-    for half in (0, 1):
-        silent.add(state, half, "check")
-    assert silent.rest == pytest.approx((11 + 1 / 2) / 12)
+    for number, state in enumerate(tree.states):
+        for half in (0, 1):
+            assert not any("legal" in name for name in silent.metrics())
+            silent.add(number, half, state.actions[0])
+    always_first = tree.exploitability([np.array([1.0, 0.0]) for _ in tree.states])
+    assert silent.metrics()["exploitability_legal"] == pytest.approx(always_first)
+    assert silent.rest == 0.5
 
 
 def test_answer_that_was_never_given_is_not_impossible() -> None:

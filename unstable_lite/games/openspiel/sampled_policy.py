@@ -31,7 +31,7 @@ def _shares(counts_OR: Floats) -> Floats:
 
 
 def _legal_shares(counts_OR: Floats) -> Floats:
-    """Return the shares among legal answers; uniform if there are none."""
+    """Return the shares among legal answers; uniform if there are none, as in a resample."""
     total_R = counts_OR[:-1].sum(0)
     return np.where(total_R > 0, counts_OR[:-1] / np.maximum(total_R, 1), 1 / (len(counts_OR) - 1))
 
@@ -66,14 +66,24 @@ class SampledPolicy:
         """Mean share of answers that are not legal, over the decision states."""
         return float(np.mean([counts[:, -1].sum() / counts.sum() for counts in self.counts_2O]))
 
+    @property
+    def shows_legal_play(self) -> bool:
+        """Whether each half has a legal answer in every decision state; else nothing is known about the choice there."""
+        return all(counts[:, :-1].any(axis=1).all() for counts in self.counts_2O)
+
     def halves(self) -> tuple[Policy, Policy]:
         """Return the shares of the legal actions in each half; the rest are other answers."""
         first, second = ([_shares(counts[half]) for counts in self.counts_2O] for half in (0, 1))
         return first, second
 
     def metrics(self) -> dict[str, float]:
-        """Return both exploitabilities with their intervals, and `rest`, the share of other answers."""
-        found = {"exploitability": self.exploitability(), "exploitability_legal": self.exploitability(_legal_shares)}
+        """Return both exploitabilities with their intervals, and `rest`, the share of other answers.
+
+        That of the legal answers is left out unless they show it.
+        """
+        found = {"exploitability": self.exploitability()}
+        if self.shows_legal_play:
+            found["exploitability_legal"] = self.exploitability(_legal_shares)
         ends = ("", "_low", "_high")
         metrics = {f"{name}{end}": x for name, each in found.items() for end, x in zip(ends, each, strict=True)}
         return metrics | {"rest": self.rest}
