@@ -47,12 +47,16 @@ def training_opponents(config: Config) -> dict[str, tuple[str, ...]]:
     return {env.env_id: config.league.opponents_in(env) for env in met}
 
 
-def frozen_adapters(config: Config) -> list[str]:
-    """Return the names of the frozen players with an adapter that a run may meet, one for each adapter."""
+def met_opponents(config: Config) -> list[str]:
+    """Return the names of the fixed opponents that a run may meet."""
     trained = [name for names in training_opponents(config).values() for name in names]
     evaluated = [env.fixed_opponent for env in config.eval_envs if env.num_players > 1]
-    names = filter(is_adapter, dict.fromkeys([*trained, *evaluated]))
-    return [member for name in names for member in members(name)]
+    return list(dict.fromkeys([*trained, *evaluated]))
+
+
+def frozen_adapters(config: Config) -> list[str]:
+    """Return the names of the frozen players with an adapter that a run may meet, one for each adapter."""
+    return [member for name in met_opponents(config) if is_adapter(name) for member in members(name)]
 
 
 def anchors(config: Config) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
-from unstable_lite.league.opponents import frozen_adapters, strategies, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, met_opponents, strategies, uses_checkpoints
 from unstable_lite.learner import LEARNERS, Algorithm
 
 
@@ -63,17 +63,19 @@ def resolve_defaults(config: Config) -> Config:
 
 
 def _with_members(config: Config) -> Config:
-    """Return the config with the checkpoints of each average of a run, which a resumed run then has, too."""
+    """Return the config with the checkpoints of each average that it may meet, which a resumed run then has, too."""
+    met = met_opponents(config)
 
-    def named(section: Any) -> Any:
+    def named(name: str) -> str:
+        return with_members(name) if name in met else name
+
+    def with_named(section: Any) -> Any:
         names = section.fixed_opponents
-        return section.model_copy(update={"fixed_opponents": names and tuple(map(with_members, names))})
+        return section.model_copy(update={"fixed_opponents": names and tuple(map(named, names))})
 
-    evaluated = [
-        env.model_copy(update={"fixed_opponent": with_members(env.fixed_opponent)}) for env in config.eval_envs
-    ]
-    trained = tuple(map(named, config.train_envs))
-    changed = {"league": named(config.league), "train_envs": trained, "eval_envs": tuple(evaluated)}
+    evaluated = [env.model_copy(update={"fixed_opponent": named(env.fixed_opponent)}) for env in config.eval_envs]
+    trained = tuple(map(with_named, config.train_envs))
+    changed = {"league": with_named(config.league), "train_envs": trained, "eval_envs": tuple(evaluated)}
     return config.model_copy(update=changed)
 
 

@@ -14,7 +14,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.opponents import frozen_adapters
 from unstable_lite.league.samplers import check_league
-from unstable_lite.planning.defaults import adapter_slots_needed
+from unstable_lite.planning.defaults import adapter_slots_needed, resolve_defaults
 from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.tracking.run_directory import to_toml
@@ -110,6 +110,20 @@ def test_more_frozen_players_than_slots_are_refused(tmp_path):
     (problem,) = find_problems(config_with(["base", *names], engine={"max_loras": 4}))
     assert "needs at least 5 adapter slots, 3 of them for frozen players" in problem
     assert find_problems(config_with(["base", *names], engine={"max_loras": 5})) == []
+
+
+def test_checkpoints_of_an_average_are_looked_up_once_and_only_if_it_may_be_met(tmp_path):
+    alone = {"env_id": "Sudoku-v0-train", "num_players": 1, "fixed_opponent": "average:nowhere"}
+    own = [env | {"fixed_opponents": ["average:nowhere"], "num_actors": 2} for env in (NIM, TICTACTOE)]
+    league = {"opponent_sampling_strategy": "mirror", "fixed_opponents": ["average:nowhere"]}
+    unmet = config_with([], league=league, train_envs=own, eval_envs=[alone])
+    assert resolve_defaults(unmet).league == unmet.league
+    name = f"average:{tmp_path}"
+    fitting_adapter(tmp_path / "checkpoints" / "ckpt-1")
+    begun = resolve_defaults(config_with([name]))
+    fitting_adapter(tmp_path / "checkpoints" / "ckpt-2")
+    assert resolve_defaults(begun).league.fixed_opponents == (f"{name}/ckpt-1",)
+    assert frozen_adapters(begun) == [f"run:{tmp_path}/ckpt-1"]
 
 
 def test_each_env_has_its_own_fixed_opponents():
