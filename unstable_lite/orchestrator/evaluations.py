@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import RequestError
-from unstable_lite.games.openspiel.game_tree import flatten, renormalised
+from unstable_lite.files import read_records
+from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised
 from unstable_lite.games.templates import Template, questions
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.learner.client import LearnerClient
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 
+ExactGame = tuple[EnvSpec, GameTree, Sequence[tuple[str, tuple[str, ...]]], tuple[str, ...]]
+"""Env, game, questions and stop strings of an exact evaluation; no questions if answers are sampled."""
 MOST_ROOM = 30
 """Greatest width up to which labels of opponents are aligned."""
 
@@ -48,10 +51,6 @@ class Evaluations:
     async def evaluate(self, label: str) -> None:
         """Evaluate the newest policy on every env on which it was not evaluated before the run resumed."""
         config = self._parts.plan.config
-        if label == "before":
-            exact = await self._parts.exact.metrics(0)
-            self._parts.tracker.log(0, exact)
-            self._parts.health.check_exploitability(exact)
         if not config.run.eval_games or self._parts.stop.is_set():
             return
         model, update = self._parts.registry.current, self._progress.updates
@@ -61,6 +60,15 @@ class Evaluations:
             for env in envs:
                 if not await self._evaluate_on(env, model, update, label):
                     return
+
+    async def evaluate_exactly(self) -> None:
+        """Log exact evaluations that are due before the first update, or that a stop broke off."""
+        parts, update = self._parts, self._progress.updates
+        records = read_records(parts.directory / "metrics.jsonl") if parts.resume_from is not None else ()
+        logged = {name for line in records if line["step"] == update for name in line}
+        exact = await parts.exact.metrics(update, logged)
+        parts.tracker.log(update, exact)
+        parts.health.check_exploitability(exact)
 
     def done(self) -> list[tuple[str, str]]:
         """Return env and opponent of each evaluation of the newest policy that has ended."""
@@ -120,27 +128,27 @@ class ExactEvaluations:
     ) -> None:
         self._parts, self._learner, self._lock_step = parts, learner, lock_step
         self._run = parts.plan.config.run
-        self._games = []
-        """Env, game, questions and stop strings of each env; no questions if answers are sampled."""
+        self._games: list[ExactGame] = []
         for env in exact_envs(parts.plan.config)[0]:
             tree, template = flatten(env.env_id), templates[env.prompt_template]
             states = [state.observation for state in tree.states] if self._run.exact_samples is None else []
             texts = [(question.prompt, question.answers) for question in questions(env, template, states)]
             self._games.append((env, tree, texts, template.stop))
 
-    async def metrics(self, update: int) -> dict[str, float]:
-        """Return the exploitabilities of the newest adapter after `update`, if they are due then.
+    async def metrics(self, update: int, logged: Collection[str] = ()) -> dict[str, float]:
+        """Return the exploitabilities of the newest adapter after `update`, if they are due then, but those in `logged`.
 
         An env whose answers cannot be scored, or sampled, raises an alarm instead.
         """
-        if not self._games or self._run.exact_every is None or update % self._run.exact_every:
+        games = [game for game in self._games if f"exploitability/{game[0].env_id}" not in logged]
+        if not games or self._run.exact_every is None or update % self._run.exact_every:
             return {}
-        return await (self._computed(update) if self._run.exact_samples is None else self._sampled(update))
+        return await (self._computed if self._run.exact_samples is None else self._sampled)(update, games)
 
-    async def _computed(self, update: int) -> dict[str, float]:
+    async def _computed(self, update: int, games: Sequence[ExactGame]) -> dict[str, float]:
         scores = {}
         async with self._parts.colocation.learner():
-            for env, tree, texts, stop in self._games:
+            for env, tree, texts, stop in games:
                 try:
                     scores[env.env_id] = tree, await self._learner.score_answers(texts, stop)
                 except RequestError as error:
@@ -152,11 +160,11 @@ class ExactEvaluations:
                 metrics[f"{name}/{env_id}"] = await asyncio.to_thread(tree.exploitability, played)
         return metrics
 
-    async def _sampled(self, update: int) -> dict[str, float]:
+    async def _sampled(self, update: int, games: Sequence[ExactGame]) -> dict[str, float]:
         """Ask the engines for answers, beside the games; without an env that a stop of the run interrupts."""
         parts, run, metrics = self._parts, self._run, dict[str, float]()
         model, samples = parts.registry.current, run.exact_samples or 0
-        for env, tree, *_ in self._games:
+        for env, tree, *_ in games:
             first = -1 - update * samples * len(tree.states)
             game = new_game(env, [model] * 2, first, "eval", derive_seed(run.seed, "exact", update))
             asking = sample_policy(

@@ -28,6 +28,7 @@ class TrainLoop:
             background += map(tasks.create_task, (parts.adapter_sync.run(), parts.pool.run(), parts.health.run()))
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
+            await self.evaluations.evaluate_exactly()
             if parts.resume_from is None:
                 await self.evaluations.evaluate("before")
             elif self.evaluations.is_due:
