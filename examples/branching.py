@@ -21,13 +21,14 @@ import msgspec
 from msgspec.structs import replace
 
 import unstable_lite as unstable
+from unstable_lite.adapters.frozen import AVERAGE
 from unstable_lite.config.env_ids import is_judged
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.local_game import hang_guard
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 from unstable_lite.rng import derive_seed, digest_of, game_seed, restore, state_of
-from unstable_lite.types import ENV_LOST, BranchPoint, GameRecord, GameSpec, PastTurn
+from unstable_lite.types import ENV_LOST, BranchPoint, GameRecord, GameSpec, ModelRef, PastTurn
 
 GAMES = 64
 """Number of newest games that are kept for each env and its players who are not the policy."""
@@ -161,9 +162,18 @@ class Branching(unstable.samplers.UniformRandomEnvSampler):
 
 
 def key_of(spec: GameSpec) -> str:
-    """Return the env, as it is played, and its players: one word for all checkpoints, which remember no turn."""
+    """Return the env, as it is played, and its players.
+
+    One word stands for all checkpoints, which remember no turn. Each member of an average has its own, because the
+    game's earlier moves say which of them plays.
+    """
     played_how = spec.observation, spec.env_kwargs, spec.error_allowance, spec.max_turns
-    return " | ".join([spec.env_id, str(played_how), *(agent.model.name or "policy" for agent in spec.agent_specs)])
+    return " | ".join([spec.env_id, str(played_how), *(_player(agent.model) for agent in spec.agent_specs)])
+
+
+def _player(model: ModelRef) -> str:
+    name = model.name or "policy"
+    return f"{name} {model.adapter_version}" if name.startswith(AVERAGE) else name
 
 
 def problems_of(train_envs: Sequence[unstable.TrainEnvSpec], share: float, at: str, chance: str) -> Iterator[str]:

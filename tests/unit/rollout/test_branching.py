@@ -35,11 +35,13 @@ PIG = "openspiel:pig(winscore=10,diceoutcomes=6)"
 RESTLESS = "fakes.restless_nim:RestlessNim-v0"
 
 
-def config(env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, **branching: Any) -> Config:
+def config(
+    env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, opponent: str = "scripted:random", **branching: Any
+) -> Config:
     env = {"env_id": env_id, "num_actors": num_actors, "isolated": True if env_id == RESTLESS else None}  # not tried
     league = {
         "opponent_sampling_strategy": "fixed",
-        "fixed_opponents": ["scripted:random"],
+        "fixed_opponents": [opponent],
         "env_sampling_strategy": {"examples.branching:Branching": {"share": 0.9} | branching},
     }
     return group_config(group_size, env, {}, algorithm="rloo", league=league)
@@ -87,6 +89,17 @@ async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id):
             assert record.turns[number].generation is not None
         first_actions[len({record.turns[number].action for record in group})] += 1
     assert first_actions[2] + first_actions[3] > len(branched) / 3  # the games differ from there on
+
+
+async def test_branch_is_continued_by_the_member_of_an_average_that_began_the_game():
+    of = config(NIM, opponent="average:other/ckpt-1,3")
+    member_of, branched = dict[int, int | None](), set[int | None]()
+    for group in (await play(of, 40))[0]:
+        for record in group:
+            (member,) = (agent.model.adapter_version for agent in record.spec.agent_specs if not agent.collect_data)
+            assert member_of.setdefault(record.spec.seed, member) == member
+            branched |= {member} if is_branched(group) else set()
+    assert len(branched) == 2
 
 
 async def test_repeated_turns_are_not_trained_on_and_count_in_the_context():
