@@ -136,7 +136,7 @@ class ExactEvaluations:
             self._games.append((env, tree, texts, template.stop))
 
     async def metrics(self, update: int, logged: Collection[str] = ()) -> dict[str, float]:
-        """Return the exploitabilities of the newest adapter after `update`, if they are due then, but those in `logged`.
+        """Return the exploitabilities of the newest adapter after `update` that are due then, except those `logged`.
 
         An env whose answers cannot be scored, or sampled, raises an alarm instead.
         """

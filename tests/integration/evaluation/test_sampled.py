@@ -174,7 +174,7 @@ def by_step(directory: Path) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("schedule", ["async", "sync"])
 def test_run_estimates_beside_training_and_a_stopped_one_when_it_resumes(tmp_path: Path, schedule: str) -> None:
-    """In sync the resumed run equals an uninterrupted one."""
+    """The resumed run equals an uninterrupted one if its schedule is sync."""
     found = []
     for name in ("stopped", "whole")[: 1 + (schedule == "sync")]:
         (tmp_path / name).mkdir()

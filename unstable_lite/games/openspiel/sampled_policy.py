@@ -68,7 +68,7 @@ class SampledPolicy:
 
     @property
     def shows_legal_play(self) -> bool:
-        """Whether each half has a legal answer in every decision state; else nothing is known about the choice there."""
+        """Whether each half has a legal answer in every decision state; else the choice there is unknown."""
         return all(counts[:, :-1].any(axis=1).all() for counts in self.counts_2O)
 
     def halves(self) -> tuple[Policy, Policy]:
