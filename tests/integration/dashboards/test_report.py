@@ -36,7 +36,6 @@ from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.local_tokenizer import CUT
-from unstable_lite.rollout.back_pressure import CountsByLength
 from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json
@@ -746,24 +745,6 @@ def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenRep
     expect(page.locator("#summary")).to_contain_text("No evaluation was recorded")
     expect(page.locator("#game")).to_contain_text("no games")
     expect(page.locator("#games")).to_contain_text("No game has ended yet.")
-
-
-def test_steps_are_listed_by_env_and_game_length(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "12-00-00-steps", [])
-    played = [["Nim", "9-16 turns", 1000, 600, 300], ["Nim", "5-8 turns", 2000, 2000, 0], ["Go", "65+ turns", 0, 0, 0]]
-    counts = CountsByLength.of(played)
-    write_lines(run / "metrics.jsonl", {"step": 1, "time": 0.0, "run/seconds": 1.0, **counts.metrics()})
-    html = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
-    (table,) = re.findall(r"<caption>Steps played.*?<tbody>(.*?)</tbody>", html, re.S)
-    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in table.split("</tr>")[:-1]]
-    assert rows == [
-        ["Go", "any", "0", "0", "0", "–"],
-        ["Go", "65+", "0", "0", "0", "–"],
-        ["Nim", "any", "3,000", "2,600", "300", "10.0", "%"],
-        ["Nim", "5-8", "2,000", "2,000", "0", "0.0", "%"],
-        ["Nim", "9-16", "1,000", "600", "300", "30.0", "%"],
-    ]
-    assert "Steps played" not in write_report([write_run(tmp_path / "new", [])], tmp_path / "2.html").path.read_text()
 
 
 def test_sample_that_grows_too_large_stays_even() -> None:

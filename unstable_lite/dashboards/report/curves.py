@@ -57,7 +57,9 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
             title = metric.title or metric.label[:1].upper() + metric.label[1:]
             title += f", {env_id}" * bool(has_envs and env_id)
             charts[metric.topic].append({"name": metric.name, "title": title, "explain": metric.meaning})
-    return [{"title": title, "charts": charts[topic]} for topic, title in TOPICS.items()]
+    titled = {TOPICS[topic]: of_topic for topic, of_topic in charts.items()}
+    titled[f"Every recorded curve ({len(curves)})"] = [{"name": name, "title": name} for name in sorted(curves)]
+    return [{"title": title, "charts": shown} for title, shown in titled.items()]
 
 
 def evaluation_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -170,7 +172,10 @@ def _count_of(name: str) -> str:
 
 
 def ladder_lines(run: RunData) -> Iterator[Line]:
-    """Yield the ratings, μ ± 2σ, of the policy, the base and fixed opponents. They hold until they change."""
+    """Yield the ratings, μ ± 2σ, of the policy, the base and fixed opponents. They hold until they change.
+
+    Each is drawn like a run of its own.
+    """
     mus, sigmas = (run.curves.get(f"trueskill/current {name}", ()) for name in ("mu", "sigma"))
     found = defaultdict[str, list[tuple[int, float, float]]](list)
     for step, mu, sigma in zip(run.steps, mus, sigmas, strict=False):
@@ -180,12 +185,12 @@ def ladder_lines(run: RunData) -> Iterator[Line]:
         for uid, (mu, sigma, games, *_) in line["models"].items():
             if games and (uid == BASE or uid.startswith(FIXED)):
                 found[name_of(uid)].append((line["step"], mu, sigma))
-    for label, rows in found.items():
+    for place, (label, rows) in enumerate(found.items()):
         if run.steps and run.steps[-1] > rows[-1][0]:
             rows.append((run.steps[-1], *rows[-1][1:]))
         bands = [(step, mu, 2 * sigma) for step, mu, sigma in rows]
         points = [_point([run], at, mu, (mu - by, mu + by), f"{mu:.1f}", f"± {by:.1f}") for at, mu, by in bands]
-        yield {"label": label, "points": points}
+        yield {"label": label, "group": place, "run": place, "points": points}
 
 
 def _texts(name: str, value: float, band: Band) -> tuple[str, str]:

@@ -122,8 +122,7 @@ def _turn(
         made["trained"] = {
             "update": trained["update"],
             "staleness": trained["staleness"],
-            "finish_reason": trained["finish_reason"],
-            "rewards": [info.get(stage) for stage in ("raw_reward", "env_reward", "step_reward")] + [trained["reward"]],
+            "rewards": [info.get("env_reward"), info.get("step_reward"), trained["reward"]],
             "prompt": _around(trained["obs"], made["obs"]),
             "learner_logprobs": trained.get("learner_logprobs"),
         }

@@ -55,15 +55,11 @@ const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
 const MARKS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["cross", "✚"], ["x", "✖"]];
 const markOf = (number) => MARKS[number % 6];
 
-/** A line with points as objects. */
-const lineOf = ({ points, ...line }) => ({ ...line, points: points.map(([step, hours, y, low, high, text]) => ({ step, hours, y, low, high, text })) });
-
 class Curves {
   constructor(data) {
     this.data = data;
     this.cards = [];
     this.isPrinting = false;
-    $("charts").addEventListener("toggle", () => this.drawLater(), true);
     addEventListener("beforeprint", () => this.print());
     addEventListener("afterprint", () => this.printed());
   }
@@ -73,20 +69,20 @@ class Curves {
   }
 
   /** Lines of one chart, each with a label and the number of its colour and mark; faint ones stand behind. */
-  lines({ name, own }) {
-    const all = own ?? (this.data.curves[name] ?? []).map(lineOf), isMean = ({ run }) => run === undefined;
-    if (own) return own;
+  lines({ name }) {
+    const isMean = ({ run }) => run === undefined, named = ([step, hours, y, low, high, text]) => ({ step, hours, y, low, high, text });
+    const all = this.data.curves[name].map((line) => ({ ...line, points: line.points.map(named) }));
     if (!this.byGroup) return all.filter((line) => !isMean(line)).map((line) => ({ ...line, role: line.run }));
     return all.map((line) => ({ ...line, role: line.group, faint: !isMean(line) && all.some((mean) => isMean(mean) && mean.group === line.group) }));
   }
 
-  /** chart: name, title, explain, reference; its lines are in `own`, or are those of the metric `name`. */
+  /** chart: name of its curve, title, explain, reference, and whether it is wide, with a legend of its own. */
   add(parent, chart) {
     const plot = el("div", { class: "plot", role: "img" });
     const latest = el("span", { class: "latest" });
     const values = el("div", { class: "values", tabindex: "0" });
-    const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values", chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name ?? "")), values);
-    const figure = el("figure", { class: chart.own ? "chart wide" : "chart" },
+    const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values", chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name)), values);
+    const figure = el("figure", { class: chart.wide ? "chart wide" : "chart" },
       el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details);
     const card = { ...chart, plot, share: this.data.metrics[chart.name] };
     figure.card = card;
@@ -149,18 +145,18 @@ class Curves {
     const axis = $("x-axis").value === "steps" ? "step" : "hours", ink = colour("ink"), soft = colour("soft"), line = colour("line");
     const lines = this.lines(card).map((one) => ({ ...one, points: one.points.filter((point) => point[axis] !== null) }));
     const range = card.share ? [-0.02, 1.02] : unlessFlat(lines), traces = [];
-    for (const { label, role, points, faint, base } of lines) {
-      const own = colour(base ? "soft" : roleOf(role), faint ? 0.35 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
+    for (const { label, role, points, faint } of lines) {
+      const own = colour(roleOf(role), faint ? 0.35 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
       const x = points.map((point) => point[axis]);
       if (banded.length > 1) {
         const bx = banded.map((point) => point[axis]);
         traces.push({ x: [...bx, ...bx.toReversed()], y: [...banded.map((p) => p.high), ...banded.toReversed().map((p) => p.low)],
-          fill: "toself", fillcolor: colour(base ? "soft" : roleOf(role), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip", showlegend: false });
+          fill: "toself", fillcolor: colour(roleOf(role), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip", showlegend: false });
       }
       traces.push({ x, y: points.map((point) => point.y), mode: (points.length < 12 || lines.length > 1) && !faint ? "lines+markers" : "lines", name: plain(label),
-        line: { color: own, width: faint ? 1 : 2, dash: card.own && role ? "dot" : undefined }, marker: { size: 7, color: own, symbol: markOf(role)[0], maxdisplayed: 12 },
+        line: { color: own, width: faint ? 1 : 2, dash: card.wide && role ? "dot" : undefined }, marker: { size: 7, color: own, symbol: markOf(role)[0], maxdisplayed: 12 },
         text: points.map(({ text }) => `${plain(label)}: <b>${plain(text).replace(" (", "</b> (")}`),
-        hovertemplate: "%{text}<extra></extra>", hoverinfo: faint ? "skip" : undefined, showlegend: Boolean(card.own) });
+        hovertemplate: "%{text}<extra></extra>", hoverinfo: faint ? "skip" : undefined, showlegend: Boolean(card.wide) });
     }
     const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: soft };
     const layout = { margin: { l: 44, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font,
@@ -169,7 +165,7 @@ class Curves {
       shapes: card.reference === undefined ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: card.reference, y1: card.reference, line: { color: soft, width: 1.5, dash: "dash" } }],
       xaxis: { title: { text: axis === "step" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6 },
       yaxis: { gridcolor: line, zeroline: false, automargin: true, range, ...(card.share ? { tickvals: [0, 0.25, 0.5, 0.75, 1], tickformat: ".0%" } : { nticks: 5 }) },
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: Boolean(card.own) };
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: Boolean(card.wide) };
     return plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
   }
 
@@ -209,43 +205,22 @@ function emphasised(text) {
   return [el("b", {}, value), rest.length ? ` (${rest.join(" (")}` : ""];
 }
 
-function figureOf(value) {
-  const size = Math.abs(value);
-  if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en");
-  return size && size < 0.001 ? value.toExponential(1) : value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
-}
+/** Three significant digits, and all digits of whole numbers. */
+const figures = new Intl.NumberFormat("en", { maximumFractionDigits: 0, maximumSignificantDigits: 3, roundingPriority: "morePrecision" });
 
 function drawCurves(data) {
-  const curves = new Curves(data), names = Object.keys(data.metrics);
-  const group = (title, open) => {
-    const grid = el("div", { class: "charts" });
-    const whole = el("details", { class: "chart-group", open }, el("summary", {}, title), grid);
-    $("charts").append(whole);
-    return [grid, whole];
-  };
+  const curves = new Curves(data);
   data.sections.forEach(({ title, charts }, i) => {
-    const [grid] = group(title, i < 2);
-    for (const chart of charts) curves.add(grid, chart);
+    const grid = el("div", { class: "charts" }), open = i < 2;
+    const fill = () => {
+      for (const chart of grid.children.length ? [] : charts) curves.add(grid, chart);
+      curves.drawLater();
+    };
     if (!charts.length) grid.append(el("p", { class: "note" }, "Nothing yet: the first values come with the first update and the first evaluation."));
+    $("charts").append(el("details", { class: "chart-group", open, ontoggle: fill }, el("summary", {}, title), grid));
+    if (open) fill();
   });
-  const [every, whole] = group(`Every recorded curve (${names.length})`, false);
-  const search = el("input", { type: "search", placeholder: "part of a name", oninput: () => show() });
-  whole.insertBefore(el("label", {}, "name contains ", search), every);
-  const show = () => {
-    curves.cards = curves.cards.filter((figure) => figure.parentNode !== every);
-    every.replaceChildren();
-    const wanted = names.filter((name) => name.toLowerCase().includes(search.value.toLowerCase())).sort();
-    for (const name of wanted.slice(0, 60)) curves.add(every, { name, title: name });
-    if (wanted.length > 60) every.append(el("p", { class: "note" }, `${wanted.length - 60} more: narrow the name down.`));
-  };
-  whole.addEventListener("toggle", () => whole.open && !every.children.length && show());
-
-  const ladder = el("div", { class: "charts" });
-  $("ladder-chart").append(ladder);
-  for (const run of data.runs) {
-    const own = run.ladder.map((line, role) => ({ ...lineOf(line), role, base: line.label === "base" }));
-    if (own.length) curves.add(ladder, { title: `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, own, explain: "μ ± 2σ." });
-  }
+  for (const chart of data.ladders) curves.add($("ladder-chart"), chart);
 
   const legend = () => {
     const named = curves.byGroup ? data.groups : data.runs.map(({ label }) => label);
@@ -261,11 +236,6 @@ function drawCurves(data) {
     curves.redraw();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => curves.redraw());
-  for (const mark of document.querySelectorAll(".mark[data-run]")) {
-    const i = Number(mark.dataset.run);
-    mark.style.color = `var(--${roleOf(i)})`;
-    mark.textContent = `${markOf(i)[1]} `;
-  }
   legend();
 }
 
@@ -337,35 +307,29 @@ class Browser {
     return lost.reduce((best, game) => (updates(game) > updates(best) ? game : best), lost[0] ?? this.games[0]);
   }
 
-  /** Returns the game with the fields that the list shows and filters by. */
+  /** Returns the game with the fields that the list shows, and its values for each filter. */
   entry(game, key) {
     const { end, players, policy } = game;
     const own = players.filter((player) => policy.includes(player.pid)), others = players.filter((player) => !policy.includes(player.pid));
-    const outcome = end === "void" ? "" : players.length > 1 && others.length === 0 ? "mirror" : own[0]?.outcome ?? "";
-    return { ...game, key, outcome, checkpoint: own[0]?.model ?? "",
-      opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
+    const outcome = end === "void" ? "" : players.length > 1 && others.length === 0 ? "mirror" : own[0]?.outcome ?? "", checkpoint = own[0]?.model ?? "";
+    const opponents = players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"];
+    const facets = { run: [String(game.run)], env: [game.env_id], kind: [game.kind], checkpoint: [checkpoint], opponent: opponents, outcome: [outcome],
+      end: [end, ...game.invalid_pids.map((pid) => (policy.includes(pid) ? "own" : "other"))] };
+    return { ...game, key, outcome, checkpoint, opponents, facets };
   }
 
   fillSelects() {
-    const fill = (name, values, told = (value) => value) => {
-      const select = this.form.elements[name];
-      if (select) select.replaceChildren(el("option", { value: "" }, "all"), ...values.map((value) => el("option", { value }, told(value))));
-    };
-    const byAge = new Intl.Collator("en", { numeric: true }).compare;
-    const of = (pick) => [...new Set(this.games.flatMap(pick))].sort(byAge);
-    fill("run", this.data.runs.map((run, i) => String(i)), (i) => this.data.runs[i].label);
-    fill("env", of((game) => game.env_id));
-    fill("checkpoint", of((game) => game.checkpoint));
-    fill("opponent", of((game) => game.opponents), nameOf);
+    const byAge = new Intl.Collator("en", { numeric: true }).compare, names = { run: (i) => this.data.runs[i].label, opponent: nameOf };
+    for (const select of this.form.querySelectorAll("select:empty")) {
+      const values = [...new Set(this.games.flatMap((game) => game.facets[select.name]))].sort(byAge), told = names[select.name] ?? String;
+      select.append(el("option", { value: "" }, "all"), ...values.map((value) => el("option", { value }, told(value))));
+    }
   }
 
   filter() {
-    const want = Object.fromEntries(new FormData(this.form));
-    const ended = { own: (game) => game.invalid_pids.some((pid) => game.policy.includes(pid)), other: (game) => game.invalid_pids.some((pid) => !game.policy.includes(pid)) };
-    this.found = this.games.filter((game) => (!want.run || game.run === Number(want.run)) && (!want.env || game.env_id === want.env)
-      && (!want.kind || game.kind === want.kind) && (!want.checkpoint || game.checkpoint === want.checkpoint)
-      && (!want.opponent || game.opponents.includes(want.opponent)) && (!want.outcome || game.outcome === want.outcome)
-      && (!want.end || (ended[want.end] ? ended[want.end](game) : game.end === want.end)) && String(game.game_idx).startsWith(want.number.replace(/[#\s]/g, "")));
+    const { number, ...wanted } = Object.fromEntries(new FormData(this.form)), digits = number.replace(/[#\s]/g, "");
+    this.found = this.games.filter((game) => String(game.game_idx).startsWith(digits)
+      && Object.entries(wanted).every(([name, value]) => !value || game.facets[name].includes(value)));
     this.numShown = PAGE;
     this.list();
     this.reveal();
@@ -550,9 +514,8 @@ class Browser {
   rewards(turn, player) {
     const stages = [["at the end of the game", player?.reward]];
     if (turn.trained) {
-      const [raw, env, step, last] = turn.trained.rewards;
+      const [env, step, last] = turn.trained.rewards;
       stages.push(["after the final transforms", env], ["after the step's transforms", step], ["as trained on", last]);
-      if (raw !== null && player?.reward === null) stages[0][1] = raw;
     }
     const list = el("ol", { class: "rewards" }, stages.filter(([, value]) => value !== null && value !== undefined)
       .map(([name, value]) => el("li", {}, el("b", {}, signed(value)), el("span", {}, name))));
@@ -589,7 +552,7 @@ class Browser {
       const tint = byWeight && weight < 1 ? "var(--less)" : "var(--unlikely)";
       const say = () => {
         const name = count > 1 ? `Tokens ${from + 1} to ${to}, one character` : `Token ${from + 1}`;
-        told.textContent = `${name}: number ${ids.slice(from, to).join(", ")}, log-probability ${of.map((one) => one.toFixed(3)).join(", ")} (p = ${figureOf(Math.exp(logprob))})${weight === null ? "" : `, importance weight ${weight.toFixed(3)}`}`;
+        told.textContent = `${name}: number ${ids.slice(from, to).join(", ")}, log-probability ${of.map((one) => one.toFixed(3)).join(", ")} (p = ${figures.format(Math.exp(logprob))})${weight === null ? "" : `, importance weight ${weight.toFixed(3)}`}`;
         span.parentNode.querySelector(".chosen")?.classList.remove("chosen");
         span.classList.add("chosen");
       };
@@ -623,7 +586,7 @@ function parted({ text, close }) {
 }
 
 const promptOf = (turn, around) => (around.length === 2 ? around.join(turn.obs) : around[0]);
-const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value)}`;
+const signed = (value) => `${value > 0 ? "+" : ""}${figures.format(value)}`;
 const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
 // ---------------------------------------------------------------- start

@@ -11,7 +11,6 @@ import datetime
 import gzip
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +39,6 @@ INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_
 MAX_IN_MATRIX = 16
 MAX_PRINTED = 24
 """Most models in a printed ladder."""
-STEPS = re.compile(r"collection-(.+)/Steps (Played|Trained|Dropped)(?: \((.+) turns\))?")
-"""Metrics of the fate of collected steps: env, fate, and class of game length."""
 
 
 def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -62,7 +59,6 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming="; ".join(upcoming(run) for run in runs if len(runs) == 1 and run.is_up),
         commands=_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else {},
-        steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run.league())) for run in runs],
         matrices=[(run, _matrix(run.league())) for run in runs],
@@ -81,14 +77,14 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
 def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the data of the page's script. index: of the games."""
     runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
+    titles = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
+    ladders = {title: lines for title, lines in titles.items() if lines}
     return {
         "groups": [group.label for group in groups],
-        "runs": [
-            {"label": run.label, "ladder": [*ladder_lines(run)], "cap": run.config.get("learner", {}).get(CAP)}
-            for run in runs
-        ],
+        "runs": [{"label": run.label, "cap": run.config.get("learner", {}).get(CAP)} for run in runs],
         "sections": sections(runs, curves),
-        "curves": curves,
+        "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
+        "curves": curves | ladders,
         "metrics": {name: is_share(name) for name in curves},
         "games": index,
     }
@@ -195,13 +191,3 @@ def _matrix(league: League) -> tuple[list[str], list[tuple[str, list[Result | No
     columns = [name for name in names if sum(cell is not None for cell in cells[name].values()) > 1] or names
     rows = [(name, [cells[name].get(column) for column in columns]) for name in names]
     return columns, [(name, row) for name, row in rows if any(cell is not None for cell in row)]
-
-
-def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
-    """Return (env, class of game length, number of steps by fate); an env's sum comes first."""
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for name, value in run.newest.items():
-        if match := STEPS.fullmatch(name):
-            rows.setdefault((match[1], match[3] or "any"), {})[match[2]] = int(value)
-    by_length = sorted(rows, key=lambda row: (row[0], int("0" + re.split(r"\D", row[1])[0])))
-    return [(*row, rows[row]) for row in by_length]
