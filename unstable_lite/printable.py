@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 _VISIBLE = {
     code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in ("\n", "\t")
@@ -25,6 +26,12 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|&~$!#]|(?<!\w)_|_(?!\w)")
 def as_markdown(text: str) -> str:
     """Return one line that Markdown, also in a table, shows as `text`."""
     return _MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split()))
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, whose first row is the head."""
+    lines = rows[0], ["---"] * len(rows[0]), *rows[1:]
+    return "".join(f"| {' | '.join(map(as_markdown, line))} |\n" for line in lines)
 
 
 class VisibleFormatter(logging.Formatter):

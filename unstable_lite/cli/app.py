@@ -261,13 +261,13 @@ def _paths(summary: Summary, is_over: bool) -> list[tuple[str, str]]:
     """Return where the run's files are, and the commands that come next."""
     from unstable_lite.dashboards.next_steps import next_commands
 
-    directory, has_opponent = summary.directory, any(row.has_opponent for row in summary.results)
+    directory, steps = summary.directory, next_commands(summary.directory, summary.results, is_over)
     return [
         ("run directory", str(directory)),
         *[("newest adapter", str(path)) for path in [summary.checkpoint] if path is not None],
         ("games, turn by turn", str(directory / "games.jsonl")),
         ("curves", shlex.join(["tensorboard", "--logdir", str(directory / "tensorboard")])),
-        *((name, " ".join(words)) for name, words in next_commands(directory, has_opponent, is_over).items()),
+        *((name, " ".join(words)) for name, words in steps.items()),
     ]
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from unstable_lite.adapters.frozen import by_update, find_best
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.errors import UnstableError
+from unstable_lite.tracking.result_rows import ResultRow
 
 
-def next_commands(run: Path, has_opponent: bool, is_over: bool) -> dict[str, tuple[str, str]]:
+def next_commands(run: Path, rows: Iterable[ResultRow], is_over: bool) -> dict[str, tuple[str, str]]:
     """Return, by name, the best checkpoint of a run that has stopped, and commands: each as words and a path.
 
-    has_opponent: whether one can play against the policy. is_over: whether the run has made all of its updates.
+    rows: its results, which tell whether one can play against the policy. is_over: whether all updates are made.
     """
     steps, saved = dict[str, tuple[str, str]](), by_update(run / "checkpoints")
     model, path = str(run), saved[max(saved)] if saved else run
@@ -23,7 +25,7 @@ def next_commands(run: Path, has_opponent: bool, is_over: bool) -> dict[str, tup
         words, _, named = text.partition(": ")
         model, steps["best checkpoint"] = f"run:{run}/best", (f"{words}:", named)
     steps["report"] = command("report"), shlex.quote(str(run))
-    if saved and has_opponent:
+    if saved and any(row.opponent.partition(",")[0] != "none" for row in rows):
         steps["play against it"] = command("play"), shlex.quote(model)
     if saved:
         steps["evaluate it again"] = command("eval", "base"), shlex.join([str(path), "--output", str(run / "eval")])

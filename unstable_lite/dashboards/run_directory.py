@@ -39,7 +39,7 @@ OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
 MAX_POINTS = 1000
 """Most points of a curve; longer ones are thinned evenly."""
 MAX_LABEL_CHARS = 60
-STATE_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "killed": "red", "unreadable": "red"}
+STATE_STYLES = {"running": "green", "paused": "red", "failed": "red", "killed": "red", "unreadable": "red"}
 
 
 class _Tail:

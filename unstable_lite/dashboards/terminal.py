@@ -214,7 +214,7 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
         evaluations = row.evaluations
         has_choices = any(one.choices for one in evaluations)
         wins = ["won", "draw"] if row.newest.is_share else []
-        columns = ("games", row.value_name, "95 %", *wins, "own\ninvalid", *["best\nmoves"] * has_choices)
+        columns = ("games", row.newest.value_name, "95 %", *wins, "own\ninvalid", *["best\nmoves"] * has_choices)
         table = plain_table(
             row.title + f"\n({about(row.opponent)})" * bool(about(row.opponent)), ("when", "model"), columns
         )

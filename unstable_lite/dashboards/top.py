@@ -263,7 +263,7 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     A command is whole: if it does not fit beside its label it has its own row, and "…" is shown if it is longer still.
     """
     is_over, lines = view.state == "ended" and view.num_updates >= view.learning_steps, list[Text]()
-    steps = next_commands(view.directory, False, is_over)
+    steps = next_commands(view.directory, (), is_over)
     for label in filter(steps.__contains__, ("best checkpoint", "report", "to continue")):
         words, path = steps[label]
         row = Text(f"{label:<15}  {words} {path}")

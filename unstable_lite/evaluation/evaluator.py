@@ -192,7 +192,7 @@ class _Shown:
         reply = await self._player.act(observation)
         self._console.print(f"{self._name}: ", end="", style="bold")
         self._console.print(reply.text.strip() or "(nothing)", end="")
-        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", style="cyan")
+        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", style="bold")
         return reply
 
 

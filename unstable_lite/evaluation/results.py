@@ -25,7 +25,7 @@ from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import Cell, CellKey, read_key, seat_of
 from unstable_lite.files import RecordLog, open_to_write, read_records, replaced
-from unstable_lite.printable import as_markdown
+from unstable_lite.printable import markdown_table
 from unstable_lite.tracking.evaluations import Evaluation, Tally, by_deal, score
 from unstable_lite.tracking.result_rows import result_rows
 from unstable_lite.types import GameRecord
@@ -184,10 +184,9 @@ def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Ce
     rows = table_rows(results.all_evaluations(cells))
     write_csv(results.directory / "table.csv", list(rows[0]), rows)
     columns = [column for column in READ if any(_plain(row[column]) != "" for row in rows)]
-    lines = [columns, ["---"] * len(columns), *([str(_plain(row[column], 3)) for column in columns] for row in rows)]
+    lines = [columns, *([str(_plain(row[column], 3)) for column in columns] for row in rows)]
     with replaced(results.directory / "table.md") as partial:
-        text = "".join(f"| {' | '.join(map(as_markdown, line))} |\n" for line in lines)
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(markdown_table(lines), encoding="utf-8")
     return [results.evaluation(cell, games) for cell in cells]
 
 

@@ -22,7 +22,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.decision_states import sample_policy
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
-from unstable_lite.tracking.result_rows import row_label
+from unstable_lite.tracking.result_rows import result_rows, row_label
 from unstable_lite.types import GameRecord, ModelRef
 
 if TYPE_CHECKING:
@@ -99,17 +99,16 @@ class Evaluations:
         """Say an evaluation in one row, below a header for the first one, and each of its remarks."""
         parts, say = self._parts, self._parts.terminal.say
         config, when = parts.plan.config, f"update {evaluation.step}"
-        row = next((row for row in parts.results() if evaluation is row.newest), None)
-        if row is None or not evaluation.n:
-            say(f"{when}  {evaluation.describe()}")
-            return
+        # Without a result it is not among the rows if others have one.
+        rows = [row for row in parts.results() if evaluation is row.newest]
+        (row,) = rows or result_rows([evaluation], config.eval_cells)
         room = max(len(row_label(*cell, config.eval_cells)) for cell in config.eval_cells)
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
         form = f"{{:<{of_when}}}  {{:<{min(room, MOST_ROOM)}}}  {{:<{of_value}}}  {{}}"
-        if (value := row.value_name) not in self._headers:
+        if (value := row.newest.value_name) not in self._headers:
             self._headers.add(value)
             say(form.format("when", "opponent", f"{value} (95 %)", "change"))
-        result = f"{evaluation.value_text} ({evaluation.interval_text})"
+        result = f"{evaluation.value_text} ({evaluation.interval_text})" if evaluation.n else "no result"
         say(form.format(when, row.label, result, row.change_text))
         for remark in (*evaluation.remarks, *filter(None, [evaluation.utility_text])):
             say(f"{when}  {row.label}: {remark}")

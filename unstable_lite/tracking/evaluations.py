@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from unstable_lite.config.env_ids import content_file, is_judged, is_openspiel
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import against
 from unstable_lite.games.players.lookahead import is_optimal
 from unstable_lite.tracking.intervals import (
@@ -97,6 +97,10 @@ class Evaluation:
         return self.points if self.is_share else self.mean_reward
 
     @property
+    def value_name(self) -> str:
+        return "points" if self.is_share or not self.n else "mean reward"
+
+    @property
     def value_text(self) -> str:
         return "–" if not self.n else percent(self.points) if self.is_share else f"{self.mean_reward:.3f}"
 
@@ -157,20 +161,11 @@ class Evaluation:
         return remarks
 
     def describe(self) -> str:
-        faults = f"; {self.void} void" * bool(self.void and self.n) + "".join(f"; {remark}" for remark in self.remarks)
-        if not self.n:
-            return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void{faults}"
-        fault = "without an answer in a box" if is_judged(self.env_id) else "ended by its own invalid move"
-        faults = f"; {self.invalid} {fault}{faults}"
-        result, interval = self.value_text, f" (95 %: {self.interval_text})" * (self.interval_text != "–")
-        if is_judged(self.env_id):
-            asked = f"{content_file(self.env_id)}{against(self.opponent)}"
-            return f"{self.model} answered {result} of {self.n} questions right{interval}, of {asked}{faults}"
+        """Return the result, its games and the remarks on them."""
         games = f"{self.n} games of {self.env_id}{against(self.opponent)}"
-        if not self.is_share:
-            return f"{self.model} had a mean reward of {result} in {games}{interval}{faults}"
-        text = f"{self.model} scored {result} of the points in {games}{interval}: {self.wins} won, {self.draws} drawn"
-        return f"{text}{faults}{f'; {self.utility_text}' * bool(self.utility_text)}"
+        text = f"{self.model}: {self.value_name} {self.value_text} (95 %: {self.interval_text}) in {games}"
+        faults = [f"{self.invalid} ended by an own invalid move", *[f"{self.void} void"] * bool(self.void)]
+        return "; ".join([text, *faults, *self.remarks, *filter(None, [self.utility_text])])
 
     @property
     def utility_text(self) -> str:

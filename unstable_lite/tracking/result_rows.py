@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Literal
 
 from unstable_lite.config.games import against
+from unstable_lite.printable import markdown_table
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import Gain, gain_over, seeds_interval, unpaired_difference
 
@@ -44,16 +45,8 @@ class ResultRow:
     @property
     def title(self) -> str:
         """Full name: the value, the opponent, and the env."""
-        value, when = self.value_name.capitalize(), ", while training" * self.is_concurrent
+        value, when = self.newest.value_name.capitalize(), ", while training" * self.is_concurrent
         return f"{value}{against(self.opponent)} in {self.env_id}{when}"
-
-    @property
-    def has_opponent(self) -> bool:
-        return self.opponent.partition(",")[0] != "none"
-
-    @property
-    def value_name(self) -> str:
-        return "points" if self.newest.is_share or not self.newest.n else "mean reward"
 
     @property
     def before(self) -> Evaluation:
@@ -210,14 +203,14 @@ def seeds_rows(of_seeds: Sequence[Sequence[ResultRow]]) -> list[ResultRow]:
 def to_markdown(rows_by_run: Mapping[str, Sequence[ResultRow]]) -> str:
     """Return the rows as a table in Markdown, with a column for the run if there are several."""
     head = ["run"] * (len(rows_by_run) > 1) + ["against", "before", "newest (95 %)", "n", "change (95 %)", "in words"]
-    table = [head, ["---"] * len(head)]
+    table = [head]
     for run, row in ((run, row) for run, rows in rows_by_run.items() for row in rows):
         newest, name = row.newest, f"{row.label}{', while training' * row.is_concurrent}"
         value = f"{newest.value_text} ({newest.interval_text})"
         change = f"{row.change_text} ({row.change_interval_text})"
         cells = [name, row.before.value_text, value, f"{newest.n:,}", change, row.verdict_text]
         table.append([run] * (len(rows_by_run) > 1) + cells)
-    return "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in table)
+    return markdown_table(table)
 
 
 def _together(evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -31,7 +31,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_judged, slug, with_slugs
 from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile, read_records
-from unstable_lite.tracking.displayed_metrics import of_topic
+from unstable_lite.tracking.displayed_metrics import TOPICS, of_topic
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.result_rows import row_label, row_place
 from unstable_lite.types import Histogram
@@ -160,26 +160,21 @@ def tag_of(name: str, has_points: bool = True, order: Sequence[tuple[str, str]] 
 
 def layout(config: Config) -> layout_pb2.Layout:
     """Return the charts of the custom scalars page, on which tags are regular expressions."""
-    won = []
+    charts = {topic: [_lines(metric.label, metric.name) for metric in of_topic(topic)] for topic in TOPICS}
     for title, tag in _evaluations(config):
         value, lower, upper = (tag_of(f"{tag} Points{edge}", order=config.eval_cells) for edge in ("", " low", " high"))
         series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-        won.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
-    won += [_lines("exploitability", "exploitability(_legal)?(_low|_high)?/.*")] * bool(config.run.exact_every)
-    won += [
-        _lines("points in training games", "collection-.*/Points"),
-        _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
+        charts["play"].append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
+    if config.run.exact_every:
+        charts["play"].append(_lines("exploitability", "exploitability(_legal)?(_low|_high)?/.*"))
+    charts["play"].append(_lines("points in training games", "collection-.*/Points"))
+    charts["health"].append(_lines("ended by own invalid move", "collection-.*/Ended by own invalid move"))
+    charts["health"].append(_lines("alarms", "run/alarms"))
+    charts["speed"].append(_lines("tokens/s of engines", "inference/.*/tok_s"))
+    categories = [
+        layout_pb2.Category(title=TOPICS[topic], chart=charts[topic], closed=topic == "speed") for topic in charts
     ]
-    healthy, fast = ([_lines(metric.label, metric.name) for metric in of_topic(topic)] for topic in ("health", "speed"))
-    healthy.append(_lines("alarms", "run/alarms"))
-    fast.append(_lines("tokens/s of engines", "inference/.*/tok_s"))
-    return layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(title="does it win", chart=won),
-            layout_pb2.Category(title="is learning well", chart=healthy),
-            layout_pb2.Category(title="how fast", chart=fast, closed=True),
-        ]
-    )
+    return layout_pb2.Layout(category=categories)
 
 
 def _lines(title: str, tags: str) -> layout_pb2.Chart:

@@ -78,3 +78,13 @@ def test_counts_in_the_matrix_have_the_colour_of_their_cell():
 def test_no_rule_names_a_colour_of_its_own():
     rules = CSS[CSS.index("[data-theme") :]
     assert not re.findall(r"#[0-9a-f]{3,8}\b|\brgba?\(|: (?:red|yellow|orange|white|black)\b", rules)
+
+
+def test_no_text_of_the_terminal_is_yellow_or_cyan():
+    package = Path(report.__file__).parents[2]
+    named = [
+        (path.name, style)
+        for path in package.rglob("*.py")
+        for style in re.findall(r'"(\w*(?:yellow|cyan))"', path.read_text())
+    ]
+    assert named == []

@@ -179,7 +179,7 @@ def test_markdown_has_a_row_each_and_names_runs_only_if_there_are_several() -> N
     assert only.startswith(f"| base | 50.0 % | 87.2 % ({newest.interval_text}) | 400 | {rows[0].change_text} (")
     assert only.endswith(f" | {rows[0].verdict_text} |")
     several = to_markdown({"a|b": rows, "c": rows}).splitlines()
-    assert [line.split(" | ")[0] for line in several] == ["| run", "| ---", "| a∣b", "| c"]
+    assert [line.split(" | ")[0] for line in several] == ["| run", "| ---", r"| a\|b", "| c"]
 
 
 def test_opponent_whose_games_are_all_void_has_a_row_that_says_so() -> None:

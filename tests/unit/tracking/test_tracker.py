@@ -362,7 +362,7 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone():
 
     assert evaluated(1).remarks == []
     assert evaluated(9).remarks == ["90 % of the games ended by an invalid move"]
-    assert "50.0 % of the points" in evaluated(9).describe() and "90 % of the games" in evaluated(9).describe()
+    assert "points 50.0 %" in evaluated(9).describe() and "90 % of the games" in evaluated(9).describe()
 
 
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path):
@@ -434,7 +434,7 @@ def test_games_without_winners_have_a_reward_and_no_win_rate():
         assert shown([Evaluation.from_json(line_of(one))]) == shown([one]), "nan survives its line"
     half = student(1) * math.sqrt(0.125) / math.sqrt(2)
     assert evaluation.mean_reward == 0.5 and evaluation.interval == pytest.approx((0.5 - half, 0.5 + half))
-    assert "mean reward of 0.500 in 2 games" in evaluation.describe()
+    assert "mean reward 0.500 (95 %: -2.677 to 3.677) in 2 games" in evaluation.describe()
     table = shown([evaluation])
     assert "reward" in table and "0.500" in table and "nan" not in table + evaluation.describe()
 

@@ -58,7 +58,7 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
         results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming="; ".join(upcoming(run) for run in runs if len(runs) == 1 and run.is_up),
-        commands=_commands(runs[0]) if len(runs) == 1 and not runs[0].is_up else {},
+        steps=next_commands(runs[0].directory, runs[0].rows, runs[0].num_updates >= runs[0].learning_steps),
         evaluations=side_by_side([run.rows for run in runs]),
         ladders=[(run, _ladder(run.league())) for run in runs],
         matrices=[(run, _matrix(run.league())) for run in runs],
@@ -132,12 +132,6 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
         pages[-1].append(whole)
         chars += len(json.dumps(whole))
     return index, pages
-
-
-def _commands(run: RunData) -> dict[str, tuple[str, str]]:
-    has_opponent, is_over = any(row.has_opponent for row in run.rows), run.num_updates >= run.learning_steps
-    steps = next_commands(run.directory, has_opponent, is_over)
-    return {label: step for label, step in steps.items() if label != "report"}
 
 
 def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
