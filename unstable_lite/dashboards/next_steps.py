@@ -16,7 +16,7 @@ from unstable_lite.tracking.result_rows import ResultRow
 def next_commands(run: Path, rows: Iterable[ResultRow], is_over: bool) -> dict[str, tuple[str, str]]:
     """Return, by name, the best checkpoint of a run that has stopped, and commands: each as words and a path.
 
-    rows: its results, which tell whether one can play against the policy. is_over: whether all updates are made.
+    rows: its results, which show if there is an opponent to play against. is_over: whether all updates are made.
     """
     steps, saved = dict[str, tuple[str, str]](), by_update(run / "checkpoints")
     model, path = str(run), saved[max(saved)] if saved else run
