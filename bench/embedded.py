@@ -1,8 +1,7 @@
 """Tokens per second of the embedded engine, against the alternatives on the same cores.
 
 The embedded engine runs as in a run: in its worker process, text in and Generations out. vLLM's CPU build is driven
-directly, at its best (`LLM`, one batch, token ids in, no detokenization, prefix cache on, compiled). Plain transformers
-is `generate` on one static batch, without adapters or a prefix cache.
+directly, at its best (`LLM`, one batch, token ids in, no detokenization, prefix cache on, compiled).
 
 Cores are used in two ways: by one worker with all threads, and by two workers with half of them each
 (`engine.devices = ["cpu", "cpu"]`), among which the pool divides the requests as in a run. Most operations of a model
@@ -17,19 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import random
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from bench.engine import (
     ABSENT,
     RANK,
-    Told,
     make,
     measure_worker,
-    prompts,
     side_name,
     told_by,
 )
@@ -37,13 +32,12 @@ from bench.harness import Options, Questioner, Report, Row, Subjects, Target, al
 
 MODULE, PEER = "bench.embedded", "bench.peers.offline_llm"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-EMBEDDED, ONE_THREAD, TWO_WORKERS, VLLM, VLLM_LORA, PLAIN = (
+EMBEDDED, ONE_THREAD, TWO_WORKERS, VLLM, VLLM_LORA = (
     "embedded",
     "embedded with one thread",
     "embedded, two workers",
     "vLLM without LoRA",
     "vLLM with LoRA",
-    "plain generate",
 )
 SIDES = (
     *((EMBEDDED, adapters) for adapters in (0, 1, 3)),
@@ -52,7 +46,6 @@ SIDES = (
     (VLLM, 0),
     (VLLM_LORA, 1),
     (VLLM_LORA, 3),
-    (PLAIN, 0),
 )
 WORK: dict[str, dict[str, int]] = {
     "100 + 32": {"requests": 64, "prompt": 100, "new": 32},
@@ -84,7 +77,6 @@ def run(options: Options) -> Report:
             TWO_WORKERS: subjects.start(
                 MODULE, kind=EMBEDDED, workers=2, **{**arguments, "threads": max(1, threads // 2)}
             ),
-            PLAIN: subjects.start(MODULE, kind=PLAIN, **arguments),
         }
         if HAS_VLLM:
             binding = "nobind" if options.small else "auto"
@@ -127,7 +119,6 @@ def _add_ratios(report: Report, name: str, unit: str, rows: dict[tuple[str, int]
         ("embedded ÷ vLLM with LoRA, 3 adapters", (EMBEDDED, 3), (VLLM_LORA, 3), None),
         ("embedded with 1 adapter ÷ vLLM without LoRA", (EMBEDDED, 1), (VLLM, 0), None),
         ("embedded ÷ vLLM without LoRA, base only", (EMBEDDED, 0), (VLLM, 0), None),
-        ("embedded ÷ plain generate, base only", (EMBEDDED, 0), (PLAIN, 0), None),
         ("embedded, 3 adapters ÷ base only", (EMBEDDED, 3), (EMBEDDED, 0), None),
         ("embedded with 1 adapter, all threads ÷ one", (EMBEDDED, 1), (ONE_THREAD, 1), None),
         ("embedded with 1 adapter, two workers ÷ one", (TWO_WORKERS, 1), (EMBEDDED, 1), None),
@@ -143,51 +134,10 @@ def _row(report: Report, name: str) -> Row:
 # --------------------------------------------------------------------------------------- subjects
 
 
-def measure_plain(questioner: Questioner) -> None:
-    import torch
-    import transformers
-
-    arguments = questioner.arguments
-    directory = Path(arguments["directory"])
-    torch.set_num_threads(arguments["threads"])
-    dtype = getattr(torch, arguments["dtype"])
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype)
-    encode = _encoder(directory)
-    rng = random.Random(arguments["seed"])
-    questioner.answer({"dtype": arguments["dtype"]})
-    for request in questioner.requests():
-        counter = Told(request["seconds"])
-        while not counter.is_over:
-            tokens_BT = torch.tensor([encode(text) for text in prompts(rng, request)])
-            with torch.inference_mode():
-                output_BT = model.generate(
-                    tokens_BT,
-                    attention_mask=torch.ones_like(tokens_BT),
-                    do_sample=True,
-                    temperature=1.0,
-                    top_k=0,
-                    max_new_tokens=request["new"],
-                    min_new_tokens=request["new"],
-                )
-            for row in output_BT:
-                counter.add(request["prompt"], len(row) - request["prompt"])
-        questioner.answer(counter.answer())
-
-
-def _encoder(directory: Path) -> Callable[[str], list[int]]:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 if __name__ == "__main__":
     questioner = Questioner()
-    match questioner.arguments["kind"]:
-        case "make":
-            make(questioner.arguments)
-            questioner.answer({})
-        case "embedded":
-            asyncio.run(measure_worker(questioner, "transformers"))
-        case _:
-            measure_plain(questioner)
+    if questioner.arguments["kind"] == "make":
+        make(questioner.arguments)
+        questioner.answer({})
+    else:
+        asyncio.run(measure_worker(questioner, "transformers"))

@@ -76,7 +76,7 @@ class _Session:
 
     def run(self, jobs: int, again: bool, show: bool) -> bool:
         """Run the missing runs, and write everything. Return whether the study is whole."""
-        study, measures = self._checked.study, self._checked.study.measures
+        measures = self._checked.study.measures
         changed = {task: keys for task in self._tasks if (keys := self._changed(task))}
         for task, keys in changed.items():
             todo = "it is repeated" if again else "it is left out; --again repeats it"
@@ -90,13 +90,27 @@ class _Session:
             wait_for_orphans(left, self._say)
             self._left = [task for task in left if not self._record(task)]
             self._write()
-            if study.warm_start and self._left:
-                make_warm_start(self._checked, self._output, self._say)
+            self._make_targets(jobs)
+            for task in self._left:
+                make_warm_start(self._checked, task, self._say)
             run_all(self._left.copy(), jobs, lambda task: self._announce(task, jobs), self._ended, self._say)
         notes = self._write()
         for text in (*notes, *self._failed, f"results: {self._json}; page: {self._page}"):
             self._say(text)
         return not self._failed and len(self._results.of(self._checked)) == len(self._tasks)
+
+    def _make_targets(self, jobs: int) -> None:
+        """Make the runs whose checkpoints are played. If one fails, the runs that need it are left out."""
+        named = {target.name: target for task in self._left for target in task.targets}
+        wait_for_orphans([*named.values()], self._say)
+        missing = [target for target in named.values() if finished_directory(target) is None]
+        for target in missing:
+            make_warm_start(self._checked, target, self._say)
+        say = self._say
+        run_all(missing, jobs, lambda one: say(one.label), lambda one, why: say(f"  {one.label} {why or 'ended'}"), say)
+        lost = {task: target for task in self._left for target in task.targets if finished_directory(target) is None}
+        self._failed += [f"failed: {task.label}, whose target failed; log: {lost[task].log}" for task in lost]
+        self._left = [task for task in self._left if task not in lost]
 
     @property
     def _page(self) -> Path:

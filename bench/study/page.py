@@ -27,7 +27,7 @@ METHOD = (
 )
 
 WIDE = 8
-"""Ratio of the highest to the lowest dot from which the y axis of the scatter plot is logarithmic."""
+"""Ratio of the highest to the lowest dot from which an axis of the scatter plot is logarithmic."""
 
 Content = Mapping[str, Any]
 Table = list[list[str]]
@@ -161,9 +161,9 @@ def _scatter(study: Study, content: Content, x: str, y: str) -> Chart:
     lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in study.arms}
     for run in _current(content):
         lines[run["arm"]].append((_value(run, x), _value(run, y)))
-    heights = [height for points in lines.values() for _, height in points if height == height]
-    is_wide = bool(heights) and min(heights) > 0 and max(heights) > WIDE * min(heights)
-    return Chart(title="", x_label=x, y_label=y, lines=lines, log_x=False, log_y=is_wide, marks="dots", y_includes=())
+    axes = [[dot[axis] for dots in lines.values() for dot in dots if dot[axis] == dot[axis]] for axis in (0, 1)]
+    log_x, log_y = (bool(axis) and min(axis) > 0 and max(axis) > WIDE * min(axis) for axis in axes)
+    return Chart(title="", x_label=x, y_label=y, lines=lines, log_x=log_x, log_y=log_y, marks="dots", y_includes=())
 
 
 def _value(run: Mapping[str, Any], measure: str) -> float:

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,9 +20,15 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.planning.envs import exact_envs
 from unstable_lite.planning.plan import make_plan
+from unstable_lite.types import BASE
 
 AVERAGE = "exploitability_average"
 """Kind of measure that is computed from the checkpoints after a run."""
+EXPLOITER = "exploiter"
+"""Kind of measures that are computed from an exploiter and its one opponent after a run."""
+EXPLOITER_VALUES = ("learned", "exact", "missed", "untrained")
+TARGET = "target:"
+"""Start of the name of an opponent that is a checkpoint of a target's run."""
 OWN_KEYS = ("seed", "name", "output_dir")
 """Keys of section `run` that the study sets."""
 FOR_A_CLAIM = 5
@@ -34,7 +40,7 @@ class Measure(Section):
 
     metric: str | None = None
     """Metric of metrics.jsonl, such as `exploitability/openspiel:kuhn_poker`; or `exploitability_average/ENV`, of the
-    policy that draws one of the run's checkpoints before each game."""
+    policy that draws one of the run's checkpoints before each game; or `exploiter/` and one of `EXPLOITER_VALUES`."""
     opponent: str | None = None
     """Opponent of an eval env, instead of a metric."""
     env_id: str | None = None
@@ -75,11 +81,16 @@ class Study(Section):
     warm_start: bool = False
     """Train an adapter by imitation once, with section `sft` of the first arm, and start every run from it."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(min_length=1)]
+    targets: tuple[Arm, ...] = ()
+    """Runs that are made before the arms, with each seed, and are no results. `target:NAME/ckpt-N` as an arm's fixed
+    opponent is that checkpoint of the target's run with the arm's seed."""
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     """The first arm is the one with which the others are compared."""
     measures: dict[str, Measure] = {}  # noqa: RUF012
     """Measures by name. Default: the last points against each opponent, and of each exploitability the last value, the
     worst of the last half, and the mean."""
+    pools: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+    """Arms that one more row of the table has together, by the name of the row."""
     scatter: tuple[str, str] | None = None
     """Two measures to plot against each other."""
 
@@ -91,7 +102,8 @@ class Checked:
     study: Study
     """The file, with the env of every measure."""
     configs: Mapping[str, Config]
-    """Effective config by arm; the study sets `OWN_KEYS` for each run."""
+    """Effective config by arm or target; the study sets `OWN_KEYS` for each run. A checkpoint of a target has a digest
+    of the target in its name, so an arm whose target is changed is changed, too."""
 
 
 def read_study(path: Path) -> Checked:
@@ -100,13 +112,14 @@ def read_study(path: Path) -> Checked:
     problems = list(_name_problems(study))
     base = _base(path, study)
     configs: dict[str, Config] = {}
-    for arm in study.arms:
+    for arm in (*study.targets, *study.arms):
         where = f"arm {arm.name!r}"
         try:
             raw = merged(base, study.overrides, arm.overrides)
             config, wrong = parse_config(raw)
             if config is not None and not wrong:
-                make_plan(config)
+                config = with_targets(config, lambda name: _with_digest(name, study, base, configs))
+                make_plan(with_targets(config, lambda _: BASE))  # of which no check reads files
                 configs[arm.name] = config
                 if study.warm_start and config.lora.initial_lora_path is not None:
                     wrong = ["remove lora.initial_lora_path, or warm_start, which sets it"]
@@ -116,7 +129,7 @@ def read_study(path: Path) -> Checked:
         set_by_study = [key for table in (study.overrides, arm.overrides) for key in OWN_KEYS if key in _run(table)]
         problems += [f"{where}: remove run.{key}, which the study sets" for key in dict.fromkeys(set_by_study)]
     if not problems:
-        measures, problems = _measures(study, configs)
+        measures, problems = _measures(study, {arm.name: configs[arm.name] for arm in study.arms})
         study = study.model_copy(update={"measures": measures})
         named = {"primary": [study.primary], "scatter": study.scatter or ()}
         for key, names in named.items():
@@ -138,6 +151,21 @@ def merged(base: Mapping[str, Any], *overrides: Mapping[str, Any]) -> dict[str, 
     return result
 
 
+def with_targets(config: Config, name_of: Callable[[str], str]) -> Config:
+    """Return the config with other names of its opponents that are checkpoints of targets."""
+    names = tuple(name_of(name) if name.startswith(TARGET) else name for name in config.league.fixed_opponents)
+    return config.model_copy(update={"league": config.league.model_copy(update={"fixed_opponents": names})})
+
+
+def target_of(name: str, study: Study) -> Arm:
+    """Return the target of `target:NAME/ckpt-N` or `target:NAME/DIGEST/ckpt-N`. Raises ConfigError if none has it."""
+    targets = {target.name: target for target in study.targets}
+    wanted = name.removeprefix(TARGET).partition("/")[0]
+    if wanted not in targets:
+        raise ConfigError(f"{name!r} names no target{_hint(wanted, targets)}")
+    return targets[wanted]
+
+
 def digest(config: Config) -> str:
     """Return a digest of the config without the keys that the study sets."""
     return digest_of(as_stored(config))
@@ -146,6 +174,12 @@ def digest(config: Config) -> str:
 def as_stored(config: Config) -> dict[str, Any]:
     raw = config.model_dump(mode="json")
     return {**raw, "run": {key: value for key, value in raw["run"].items() if key not in OWN_KEYS}}
+
+
+def warm_start_digest(config: Config) -> str:
+    """Return a digest of everything that an arm's warm start depends on."""
+    raw = config.model_dump(mode="json", include={"model_name", "sft", "lora", "train_envs", "templates"})
+    return digest_of(raw)[:8]
 
 
 def digest_of(table: Mapping[str, Any]) -> str:
@@ -167,9 +201,22 @@ def _parsed(path: Path) -> Study:
         raise ConfigError(*(f"{path}: {_say(detail)}" for detail in error.errors(include_url=False))) from None
 
 
+def _with_digest(name: str, study: Study, base: dict[str, Any], configs: Mapping[str, Config]) -> str:
+    """Return a target's checkpoint with a digest of the target's part of the file. Raises ConfigError without it."""
+    target = target_of(name, study)
+    if (config := configs.get(target.name)) is None:
+        raise ConfigError(f"{name!r}: this target cannot run, or comes later in the file")
+    run, update = config.run, name.rpartition("/ckpt-")[2]
+    saved = [str(step) for step in range(1, run.learning_steps) if step % run.checkpoint_every == 0]
+    if update not in (*saved, str(run.learning_steps)):
+        raise ConfigError(f"{name!r}: the target's checkpoints are {', '.join([*saved, str(run.learning_steps)])}")
+    own = digest_of({**merged(base, study.overrides, target.overrides), "seed_offset": target.seed_offset})
+    return f"{TARGET}{target.name}/{own[:8]}/ckpt-{update}"
+
+
 def _say(detail: Any) -> str:
     location = [part for part in detail["loc"] if not (part == "str" or "[" in str(part))]
-    key, models = ".".join(map(str, location)), dict[str, type[Section]](arms=Arm, measures=Measure)
+    key, models = ".".join(map(str, location)), dict[str, type[Section]](arms=Arm, targets=Arm, measures=Measure)
     if detail["type"] == "extra_forbidden":
         known = models.get(location[0], Study) if len(location) > 1 else Study
         return f"unknown key {key!r}{_hint(str(location[-1]), known.model_fields)}"
@@ -202,9 +249,12 @@ def _run(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_problems(study: Study) -> Iterator[str]:
-    for key, names in {"seeds": study.seeds, "arms": [arm.slug for arm in study.arms]}.items():
+    for key, names in {"seeds": study.seeds, "arms": [arm.slug for arm in (*study.targets, *study.arms)]}.items():
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield f"{key}: {name!r} occurs twice"
+    known = {arm.name: arm for arm in study.arms}
+    for pool, names in study.pools.items():
+        yield from (f"pools.{pool}: {name!r} is not an arm{_hint(name, known)}" for name in names if name not in known)
 
 
 def _measures(study: Study, configs: Mapping[str, Config]) -> tuple[dict[str, Measure], list[str]]:
@@ -239,6 +289,9 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
         has_games = config.run.eval_games > 0
         return [series_of(measure.value, env.opponent, env.env_id) for env in config.eval_envs if has_games]
     kind, _, _ = str(measure.metric).partition("/")
+    if kind == EXPLOITER:
+        has_one = len(config.train_envs) == 1 and len(config.league.fixed_opponents) == 1
+        return [f"{EXPLOITER}/{value}" for value in EXPLOITER_VALUES if has_one]
     if kind in ("exploitability", "exploitability_legal", AVERAGE):
         env_ids = [env.env_id for env in exact_envs(config)[0]]
         if kind == AVERAGE:  # defined only where each history has its own positions

@@ -17,8 +17,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.study.averaging import average_exploitability
-from bench.study.reading import AVERAGE, Arm, Checked, Measure, as_stored, digest, digest_of, series_of
+from bench.study.checkpoints import average_exploitability, exploiter_curves
+from bench.study.reading import (
+    AVERAGE,
+    EXPLOITER,
+    Arm,
+    Checked,
+    Measure,
+    as_stored,
+    digest,
+    digest_of,
+    series_of,
+    warm_start_digest,
+)
 from bench.study.statistics import summarise
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import drop_removed, parse_config
@@ -138,6 +149,8 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
             kind, _, env_id = series.partition("/")
             if kind == AVERAGE:
                 curves[series] = [(view.num_updates, average_exploitability(directory, config, env_id))]
+            elif kind == EXPLOITER and series not in curves:
+                curves |= exploiter_curves(directory, config)
         newest: dict[str, Any] = {name: value for line in view.lines("metrics") for name, value in line.items()}
         measures = checked.study.measures
         kept = {measure.series for measure in measures.values()}
@@ -220,7 +233,8 @@ def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]
         found += [f"{where}: no value of {name!r}" for name in lacking]
         if record["primary"] != study.primary:
             found.append(f"{where}: the primary measure was {record['primary']!r} when it ran")
-    if len({record.get("start") for record in records}) > 1:
+    starts = {(warm_start_digest(checked.configs[record["arm"]]), record.get("start")) for record in records}
+    if len(starts) > len(dict(starts)):
         found.append("The runs start from several adapters: their warm starts were made on several machines.")
     if len(commits := dict.fromkeys(str(record["commit"])[:12] for record in records)) > 1:
         found.append(f"The runs are of several commits: {', '.join(commits)}")

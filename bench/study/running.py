@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.study.reading import Arm, Checked, digest, digest_of
+from bench.study.reading import TARGET, Arm, Checked, digest, target_of, warm_start_digest, with_targets
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
@@ -24,6 +24,7 @@ from unstable_lite.files import read_records, replaced
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint
 from unstable_lite.sft.session import HOW
 from unstable_lite.tracking.run_directory import RUNS, to_toml
+from unstable_lite.types import BASE
 
 POLL_S = 0.2
 PATIENCE_S = 120.0
@@ -41,6 +42,8 @@ class Task:
     seed: int
     config: Config
     """Effective config of the run, with seed, name and output directory."""
+    targets: tuple[Task, ...] = ()
+    """Runs whose checkpoints it plays, in the order of these opponents. They are finished before it starts."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -66,31 +69,28 @@ class Task:
 def task_of(checked: Checked, arm: Arm, seed: int, output: Path) -> Task:
     """Return the run of an arm and a seed. Its name has the config's digest, so a changed config is another run."""
     config = checked.configs[arm.name]
-    own = {"seed": seed + arm.seed_offset, "name": f"{arm.slug}-seed-{seed}-{digest(config)[:8]}", "output_dir": output}
+    name = f"{arm.slug}-seed-{seed + arm.seed_offset}-{digest(config)[:8]}"
+    own = {"seed": seed + arm.seed_offset, "name": name, "output_dir": output}
     changes: dict[str, Any] = {"run": config.run.model_copy(update=own)}
     if checked.study.warm_start:
-        start = warm_start_directory(checked, output)
+        start = output / f"warm_start-{warm_start_digest(config)}"
         changes["lora"] = config.lora.model_copy(update={"initial_lora_path": start})
-    return Task(arm, seed, config.model_copy(update=changes))
+    names = [name for name in config.league.fixed_opponents if name.startswith(TARGET)]
+    targets = tuple(task_of(checked, target_of(name, checked.study), seed, output) for name in names)
+    return Task(arm, seed, config.model_copy(update=changes), targets)
 
 
-def warm_start_directory(checked: Checked, output: Path) -> Path:
-    """Return the directory of the adapter of `warm_start`; another one if what it depends on is changed."""
-    config = checked.configs[checked.study.arms[0].name]
-    raw = config.model_dump(mode="json", include={"model_name", "sft", "lora", "train_envs", "templates"})
-    return output / f"warm_start-{digest_of(raw)[:8]}"
-
-
-def make_warm_start(checked: Checked, output: Path, say: Callable[[str], None]) -> None:
-    """Train the adapter from which every run starts, unless it is there. Raises UnstableError if that fails."""
-    directory, config = warm_start_directory(checked, output), checked.configs[checked.study.arms[0].name]
-    if (directory / HOW).exists():
+def make_warm_start(checked: Checked, task: Task, say: Callable[[str], None]) -> None:
+    """Train the adapter from which a run starts, unless it is there. Raises UnstableError if that fails."""
+    config, directory = checked.configs[task.arm.name], task.config.lora.initial_lora_path
+    if directory is None or (directory / HOW).exists():
         return
     say(f"warm start: {directory}")
     shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
-    made = config.model_copy(update={"sft": config.sft.model_copy(update={"output": directory})})
-    path = _written(made, output / "configs" / f"{directory.name}.toml")
-    log = output / "logs" / f"{directory.name}.log"
+    sft = config.sft.model_copy(update={"output": directory})
+    made = with_targets(config, lambda _: BASE).model_copy(update={"sft": sft})  # it plays none of them
+    path = _written(made, task.output / "configs" / f"{directory.name}.toml")
+    log = task.output / "logs" / f"{directory.name}.log"
     process = _launch(["sft", str(path)], log)
     try:
         code = process.wait()
@@ -152,7 +152,9 @@ def _resumable(task: Task) -> tuple[Path, Path] | None:
 def _start(task: Task, say: Callable[[str], None]) -> subprocess.Popen[bytes]:
     found = _resumable(task)
     if found is None:
-        return _launch(["run", str(_written(task.config, task.output / "configs" / f"{task.name}.toml"))], task.log)
+        directories = iter([finished_directory(target) for target in task.targets])
+        config = with_targets(task.config, lambda name: f"run:{next(directories)}/{name.rpartition('/')[2]}")
+        return _launch(["run", str(_written(config, task.output / "configs" / f"{task.name}.toml"))], task.log)
     say(f"  resuming from {found[1].name} in {found[0]}")
     return _launch(["run", "--resume", str(found[0])], task.log)
 

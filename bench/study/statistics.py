@@ -1,8 +1,8 @@
 """Aggregates over seeds: means, interquartile means, and paired differences, with bootstrap intervals.
 
 The interquartile mean leaves out a quarter of the runs at each end, rounded down: with five seeds the lowest and the
-highest one (Agarwal et al. 2021, arXiv:2108.13264). Every measure is of one game, so the runs of one arm are the only
-stratum of its bootstrap.
+highest one (Agarwal et al. 2021, arXiv:2108.13264). The runs of an arm are a stratum of the bootstrap, and the only one
+but in the rows of several arms.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def summarise(study: Study, records: Sequence[Mapping[str, Any]]) -> dict[str, l
             if arm != first:
                 paired = {seed: of_arm[seed] - values[first][seed] for seed in of_arm if seed in values[first]}
                 differences.append({"measure": measure, "arm": arm, "from": first, **_row(paired)})
+        for pool, arms in study.pools.items():
+            aggregates.append({"measure": measure, "arm": pool, **_row(*(values[arm] for arm in arms))})
     return {"aggregates": aggregates, "differences": differences}
 
 
@@ -45,16 +47,16 @@ def interquartile_mean(values: Any, axis: int = 0) -> Any:
     return stats.trim_mean(values, 0.25, axis=axis)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % percentile bootstrap interval of the interquartile mean; None for fewer than two values.
+def interval(*strata: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % percentile bootstrap interval of the interquartile mean; None if a stratum has under two values.
 
-    It repeats exactly. With five values it is too narrow: see docs/evaluate.md.
+    It repeats exactly. Each stratum is resampled by itself. With five values it is too narrow: see docs/evaluate.md.
     """
-    if len(values) < 2:
+    if min(map(len, strata)) < 2:
         return None
     result = stats.bootstrap(
-        (np.asarray(values),),
-        interquartile_mean,
+        tuple(map(np.asarray, strata)),
+        lambda *parts, axis: interquartile_mean(np.concatenate(parts, axis), axis),
         n_resamples=RESAMPLES,
         vectorized=True,
         method="percentile",
@@ -69,14 +71,16 @@ def _values(records: Sequence[Mapping[str, Any]], arm: str, measure: str) -> dic
     return {seed: value for seed, value in sorted(found.items()) if value is not None}
 
 
-def _row(by_seed: Mapping[int, float]) -> Row:
-    values = list(by_seed.values())
+def _row(*by_seed: Mapping[int, float]) -> Row:
+    """Return the row of an arm, or of several together."""
+    strata = [list(values.values()) for values in by_seed]
+    values = [value for stratum in strata for value in stratum]
     return {
         "n": len(values),
-        "seeds": list(by_seed),
+        "seeds": sorted({seed for values in by_seed for seed in values}),
         "mean": _rounded(np.mean(values)) if values else None,
         "iqm": _rounded(interquartile_mean(values)) if values else None,
-        "interval": interval(values),
+        "interval": interval(*strata),
     }
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from bench.harness import REPOSITORY
 from bench.study import command as study_command
-from bench.study.averaging import average_exploitability
+from bench.study.checkpoints import average_exploitability
 from bench.study.page import to_html
 from bench.study.reading import read_study
 from bench.study.statistics import summarise

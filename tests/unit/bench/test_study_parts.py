@@ -296,3 +296,15 @@ def test_every_output_of_few_seeds_says_that_it_supports_no_claim(tmp_path, num_
     for text in (to_html(checked.study, content, notes), to_markdown(checked.study, content, notes)):
         assert ("support no claim" in text) == (num_seeds < 5)
     assert all(plot.startswith("<svg") for plot in to_plots(checked.study, content).values())
+
+
+def test_row_of_several_arms_resamples_the_runs_of_each_arm_by_themselves(tmp_path):
+    checked = read(tmp_path, changed(pools={"both": ["one", "two & more"]}))
+    runs = [
+        {"arm": arm.name, "seed": seed, "measures": {"points, last": 0.75 * index}}
+        for (index, arm), seed in itertools.product(enumerate(checked.study.arms), checked.study.seeds)
+    ]
+    rows = {row["arm"]: row for row in summarise(checked.study, runs)["aggregates"] if row["measure"] == "points, last"}
+    assert list(rows) == ["one", "two & more", "both"]
+    assert (rows["both"]["n"], rows["both"]["mean"], rows["both"]["iqm"]) == (10, 0.375, 0.375)
+    assert rows["both"]["interval"] == (0.375, 0.375)  # each draw has five runs of either arm
