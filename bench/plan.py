@@ -22,7 +22,7 @@ from unstable_lite.config.training import LearnerConfig, LoraConfig
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.scripted import random_legal_action
 from unstable_lite.games.templates import TEMPLATES
-from unstable_lite.learner.batching import make_micro_batches, unsampled
+from unstable_lite.learner.batching import MicroBatch, length, make_micro_batches, unsampled
 from unstable_lite.planning.memory import KNOWN_SHAPES
 
 ASSUMED: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -60,17 +60,29 @@ def tokens_of(env: str, answer: int) -> dict[str, float]:
     """Count tokens as `learner/tokens_computed` does, a step. Answers are random: they share nothing with each other.
 
     new_prompt: those that no other prompt of the batch begins with, which an engine reads if it forgets nothing.
+    rows_seen, forest_seen: mean number of tokens that a token of the learner sees, itself included.
     """
     rng, prompts = np.random.default_rng(0), [np.array(prompt, np.int32) for prompt in prompts_of(env)]
     items = [unsampled(prompt, rng.integers(100_000, 150_000, answer).astype(np.int32)) for prompt in prompts]
 
-    def num_computed(most: int, of_prompts: bool) -> float:
-        batches = make_micro_batches(items, most, None, device="cuda", of_prompts=of_prompts)
+    def batches(most: int, of_prompts: bool) -> list[MicroBatch]:
+        return make_micro_batches(items, most, None, device="cuda", of_prompts=of_prompts)
+
+    def num_computed(batches: list[MicroBatch]) -> float:
         return sum(batch.num_computed for batch in batches) / len(items)
 
-    prompt, new_prompt = sum(map(len, prompts)) / len(items), num_computed(1 << 30, True)
-    forest = num_computed(LearnerConfig().max_tokens_per_micro_batch, False)
-    return {"prompt": prompt, "new_prompt": new_prompt, "answer": answer, "forest_tokens": forest}
+    learnt = batches(LearnerConfig().max_tokens_per_micro_batch, False)
+    lengths = np.array([length(item) for item in items])
+    rows_seen = float((lengths * (lengths + 1)).sum() / 2 / lengths.sum())
+    depths = [batch.forest.depth_T.numpy() for batch in learnt if batch.forest is not None]
+    return {
+        "prompt": sum(map(len, prompts)) / len(items),
+        "new_prompt": num_computed(batches(1 << 30, True)),
+        "answer": answer,
+        "forest_tokens": num_computed(learnt),
+        "rows_seen": rows_seen,
+        "forest_seen": float(np.concatenate(depths).mean()) + 1 if depths else rows_seen,  # else it is laid out in rows
+    }
 
 
 def compute(model: str, tokens: dict[str, float], case: int) -> dict[str, float]:
@@ -88,15 +100,16 @@ def compute(model: str, tokens: dict[str, float], case: int) -> dict[str, float]
     n["prompt_ms"] = n["new_prompt"] * 2 * n["layers"] / (n["prefill"] * n["peak"])
     n["answer_ms"] = n["answer"] * n["step_ms"] / n["rows"] + n["prompt_ms"]
     n["tokens_per_s"], n["answers_per_s"] = 1e3 * n["answer"] / n["answer_ms"], 1e3 / n["answer_ms"]
-    n["attention"] = 4 * n["num_layers"] * n["queries"] * n["context"] / 1e9
-    n["forward"] = 2 * (n["layers"] + n["lora"]) + n["attention"]
-    n["backward"] = 2 * n["layers"] + 4 * n["lora"] + 2.5 * n["attention"]
-    n["head_gflop"] = n["answer"] * 4 * n["head"]
-    n["mismatch"] = n["measured"] / n["steps"] * (n["rows_tokens"] * n["forward"] + n["answer"] * 2 * n["head"])
     for name in ("rows", "forest"):
-        both_passes = n[f"{name}_tokens"] * (n["forward"] + n["backward"])
+        attention = n[f"{name}_attention"] = 4 * n["num_layers"] * n["queries"] * n[f"{name}_seen"] / 1e9
+        n[f"{name}_forward"] = 2 * (n["layers"] + n["lora"]) + attention
+        n[f"{name}_backward"] = 2 * n["layers"] + 4 * n["lora"] + 2.5 * attention
+    n["head_gflop"] = n["answer"] * 4 * n["head"]
+    n["mismatch"] = n["measured"] / n["steps"] * (n["rows_tokens"] * n["rows_forward"] + n["answer"] * 2 * n["head"])
+    for name in ("rows", "forest"):
+        both_passes = n[f"{name}_tokens"] * (n[f"{name}_forward"] + n[f"{name}_backward"])
         n[f"{name}_gflop"] = both_passes + n["head_gflop"] + n["mismatch"]
-    n["kl_gflop"] = n["forest_gflop"] + n["forest_tokens"] * n["forward"] + n["answer"] * 2 * n["head"]
+    n["kl_gflop"] = n["forest_gflop"] + n["forest_tokens"] * n["forest_forward"] + n["answer"] * 2 * n["head"]
     for name in ("rows", "forest", "kl"):
         n[f"{name}_s"] = n["steps"] * n[f"{name}_gflop"] / (n["train"] * n["peak"]) / 1e3 + n["fixed"]
         n[f"{name}_engines"] = n["steps"] / n[f"{name}_s"] / (n["trained"] * n["answers_per_s"])
@@ -123,7 +136,8 @@ def _assumed(assumed: dict[str, Any]) -> list[str]:
 
 
 def _checked() -> str:
-    tokens = {"prompt": 217.0, "new_prompt": 217, "answer": 202, "forest_tokens": 419}
+    tokens = {"prompt": 217.0, "new_prompt": 217, "answer": 202, "forest_tokens": 419, "rows_seen": 210}
+    tokens["forest_seen"] = tokens["rows_seen"]
     speeds = [f"{compute('Qwen/Qwen3-14B', tokens, case)['tokens_per_s']:,.0f}" for case in (FEWEST, MIDDLE, MOST)]
     return (
         "Check: by these assumptions an engine of Qwen3-14B with prompts of 217 tokens and answers of 202 makes\n"

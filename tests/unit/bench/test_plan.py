@@ -22,3 +22,15 @@ def test_each_case_of_the_assumptions_leads_to_more_engines(model):
     fewest, middle, most = (compute(model, tokens_of("Nim", 16), case) for case in (FEWEST, MIDDLE, MOST))
     assert fewest["forest_engines"] < middle["forest_engines"] < most["forest_engines"]
     assert middle["kl_engines"] < middle["forest_engines"]
+
+
+def test_a_token_is_charged_with_the_tokens_that_it_sees():
+    env, answer = "Nim", 3
+    tokens, prompts, distinct = tokens_of(env, answer), prompts_of(env), set[tuple[int, ...]]()
+    for number, prompt in enumerate(prompts):
+        row = (*prompt, *(-1 - answer * number - place for place in range(answer)))  # answers share nothing
+        distinct |= {row[:end] for end in range(1, len(row) + 1)}
+    lengths = [len(prompt) + answer for prompt in prompts]
+    assert tokens["rows_seen"] == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / sum(lengths))
+    # A cut between two forests repeats a few tokens.
+    assert tokens["forest_seen"] == pytest.approx(sum(map(len, distinct)) / len(distinct), rel=0.01)
