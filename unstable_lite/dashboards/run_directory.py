@@ -38,7 +38,6 @@ OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
 """Config keys in which runs of one group may differ."""
 MAX_POINTS = 1000
 """Most points of a curve; longer ones are thinned evenly."""
-MAX_LABEL_CHARS = 60
 STATE_STYLES = {"running": "green", "paused": "red", "failed": "red", "killed": "red", "unreadable": "red"}
 
 
@@ -335,10 +334,7 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     differing, groups = differences([shared for shared, _ in members.values()]), []
     for number, (_, of_group) in enumerate(members.values()):
         several = f"config {chr(ord('A') + number % 26)}, {len(of_group)} seeds" if differing else "mean of the seeds"
-        own = {
-            key: text if len(text := values[number]) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"
-            for key, values in differing.items()
-        }
+        own = {key: values[number] for key, values in differing.items()}
         groups.append(Group(of_group[0].label if len(of_group) == 1 else several, of_group, own))
     return groups
 

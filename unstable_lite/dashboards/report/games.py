@@ -86,7 +86,8 @@ def read_games(
         for index, turn in enumerate(game["turns"]):
             of_batch = trained.get((game["game_idx"], turn[0], index))
             made = game["turns"][index] = _turn(turn, of_batch, tokenizer, closes)
-            if template is not None and made["pid"] in served:  # regardless of the special tokens of the run's model
+            if template is not None and of_batch is None and made["pid"] in served:
+                # Regardless of the special tokens of the run's model.
                 made["prompt"] = _around(template.prompt(made["obs"], len(game["agents"])), made["obs"])
             if "adapter_versions" in game:
                 made["adapter"] = game["adapter_versions"][index]
@@ -118,12 +119,11 @@ def _turn(
     if found := [close for close in closes if close in made["text"]]:
         made["close"] = max(found, key=made["text"].rfind)
     if trained is not None:
-        info = trained["step_info"]
+        info, made["prompt"] = trained["step_info"], _around(trained["obs"], made["obs"])
         made["trained"] = {
             "update": trained["update"],
             "staleness": trained["staleness"],
             "rewards": [info.get("env_reward"), info.get("step_reward"), trained["reward"]],
-            "prompt": _around(trained["obs"], made["obs"]),
             "learner_logprobs": trained.get("learner_logprobs"),
         }
     if sampled := made.get("tokens"):

@@ -23,15 +23,6 @@ async function unpacked(name) {
 
 // ---------------------------------------------------------------- colours
 
-const THEMES = ["auto", "light", "dark"];
-
-function setTheme(theme) {
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  $("theme").textContent = theme;
-  $("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system has them" : theme}`);
-}
-
 /** A role's colour as the browser resolves it now: plotly knows no CSS variables. */
 function colour(role, alpha = 1) {
   const probe = el("span", { vars: { color: `color-mix(in srgb, var(--${role}) ${100 * alpha}%, transparent)` } });
@@ -125,7 +116,7 @@ class Curves {
   print() {
     if (!window.Plotly) return;
     this.isPrinting = true;
-    document.documentElement.dataset.theme = "light";
+    document.documentElement.style.colorScheme = "light";
     for (const { card } of this.cards) card.isDrawn = false;
     for (const card of this.waiting()) {
       this.plot(window.Plotly, card);
@@ -136,7 +127,7 @@ class Curves {
   printed() {
     this.isPrinting = false;
     for (const drawing of document.querySelectorAll(".plot svg.main-svg")) drawing.removeAttribute("viewBox");
-    setTheme($("theme").textContent);
+    document.documentElement.style.colorScheme = "";
     this.redraw();
   }
 
@@ -231,10 +222,6 @@ function drawCurves(data) {
   };
   const again = () => { legend(); curves.redraw(); };
   for (const id of ["x-axis", "overlay"]) $(id)?.addEventListener("change", again);
-  $("theme").addEventListener("click", () => {
-    setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % 3]);
-    curves.redraw();
-  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => curves.redraw());
   legend();
 }
@@ -489,8 +476,7 @@ class Browser {
     ] : [el("h4", {}, "What was sampled, token by token"), this.tokens(turn, player)];
     return el("div", {},
       el("h4", {}, `Observation of player ${turn.pid}`), this.observation(turn),
-      turn.trained ? el("details", {}, el("summary", {}, "The whole prompt, as the model read it"), textBox(promptOf(turn, turn.trained.prompt)))
-        : turn.prompt && el("details", {}, el("summary", {}, "The whole prompt, as its template makes it"), textBox(promptOf(turn, turn.prompt))),
+      turn.prompt && el("details", {}, el("summary", {}, `The whole prompt, as ${turn.trained ? "the model read it" : "its template makes it"}`), textBox(turn.prompt.join(turn.obs))),
       hasTokens && el("div", { class: "tokbar" }, el("label", {}, "colour tokens by ", select)),
       ...said,
       !hasTokens && player && !player.model.startsWith("fixed-") && el("p", { class: "note" }, "The run did not keep its tokens. With ", el("code", {}, "tracker.keep_tokens=true"), " they are kept and can be coloured by probability."),
@@ -585,7 +571,6 @@ function parted({ text, close }) {
   return box > 0 ? [text.slice(0, box), text.slice(box)] : ["", text];
 }
 
-const promptOf = (turn, around) => (around.length === 2 ? around.join(turn.obs) : around[0]);
 const signed = (value) => `${value > 0 ? "+" : ""}${figures.format(value)}`;
 const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
@@ -599,7 +584,6 @@ for (const box of document.querySelectorAll(".scroll")) {
 }
 
 async function start() {
-  setTheme("auto");
   $("copy")?.addEventListener("click", ({ currentTarget: button }) => navigator.clipboard.writeText(button.dataset.markdown).then(() => { button.textContent = "Copied"; }));
   if (!("DecompressionStream" in window)) {
     $("charts").append(el("p", { class: "note" }, "This browser is too old for the curves and the games; any of 2024 or later will do."));

@@ -37,8 +37,6 @@ PAGE_CHARS = 400_000
 INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_label")
 """Fields of a game by which the list shows and filters games."""
 MAX_IN_MATRIX = 16
-MAX_PRINTED = 24
-"""Most models in a printed ladder."""
 
 
 def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -95,8 +93,7 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
-    environment.filters |= {"about": about, "duration": duration, "spikes": spike_texts}
-    environment.filters["with_games"] = with_games
+    environment.filters |= {"about": about, "duration": duration, "spikes": spike_texts, "with_games": with_games}
     environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
     return environment.get_template("page.html.jinja")
 
@@ -127,8 +124,7 @@ def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[l
         entry = {name: game.get(name) for name in INDEXED}
         entry |= {"players": players, "policy": policy_seats(game), "turns": len(game["turns"])}
         index.append(entry | {"run": run, "part": len(pages) - 1, "place": len(pages[-1])})
-        whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
-        whole["branch_turn"] = game.get("branch_turn", 0)
+        whole = {name: game.get(name) for name in ("seed", "turns", "error", "seconds", "branch_turn")}
         pages[-1].append(whole)
         chars += len(json.dumps(whole))
     return index, pages
@@ -151,20 +147,16 @@ def _state(run: RunData) -> str:
 
 
 def _ladder(league: League) -> list[dict[str, Any]]:
-    """Return the newest rating of each model that met another, highest lower bound first.
-
-    Bars are shares of the widest. `matters`: whether a printed page shows the model.
-    """
+    """Return the newest rating of each model that met another, highest lower bound first, and its bar's two ends."""
     ladder, met, totals = league.ladder, league.games, league.totals()
     rated = [one for one in ladder if met[one.uid]]
     low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
     high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
-    strongest, matters = find_strongest(rated, met), choose(ladder, met, MAX_PRINTED)
+    strongest = find_strongest(rated, met)
     return [
         one._asdict()
         | {
             "role": ", ".join(["current"] * one.is_current + ["strongest"] * (one.uid == strongest)),
-            "matters": one in matters,
             "results": totals.get(one.uid, Result(0)),
             "from": (one.mu - 2 * one.sigma - low) / (high - low),
             "to": (one.mu + 2 * one.sigma - low) / (high - low),
