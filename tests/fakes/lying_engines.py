@@ -91,15 +91,6 @@ class ReadsAnotherFrozenPlayer(TransformersEngine):
         return super().load_adapter(version, path)
 
 
-class HotterWithAdapters(TransformersEngine):
-    """Answers honestly for the base; samples from adapters at another temperature than requested."""
-
-    def add_request(self, request: Generate) -> None:
-        super().add_request(
-            structs.replace(request, temperature=(2 if request.adapter_version else 1) * request.temperature)
-        )
-
-
 class ServesThePreviousVersion(TransformersEngine):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)

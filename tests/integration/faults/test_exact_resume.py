@@ -70,7 +70,7 @@ DUPLICATES = (
 )
 
 
-def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
+def whole_and_resumed(tmp_path: Path, options: tuple[str, ...], is_isolated: bool = False) -> Path:
     """Check that a run that is killed after update 3 and resumed equals a whole one; return its directory.
 
     Engine and learner are those without torch: the claim is about games, samplers and groups.
@@ -78,7 +78,11 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
     directories = []
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
-        process = runs.start_torchless("run", runs.write_small(tmp_path / name), *runs.PLAYS_NIM, *options)
+        config = runs.write_small(tmp_path / name)
+        config.write_text(
+            config.read_text().replace("num_actors = ", f"isolated = {is_isolated}\nnum_actors = ".lower())
+        )
+        process = runs.start_torchless("run", config, *runs.PLAYS_NIM, *options)
         if name == "broken":
             runs.wait_for(lambda: runs.num_updates(tmp_path / "broken") >= 3)
             process.send_signal(signal.SIGKILL)
@@ -105,10 +109,19 @@ BRANCHES = (
 
 
 @pytest.mark.nightly
-def test_resumed_sync_run_plays_the_same_branches(tmp_path: Path) -> None:
-    broken = whole_and_resumed(tmp_path, BRANCHES)
+def test_resumed_sync_run_plays_the_same_branches_of_isolated_games(tmp_path: Path) -> None:
+    broken = whole_and_resumed(tmp_path, BRANCHES, is_isolated=True)
     games = [json.loads(line) for line in (broken / "games.jsonl").read_text().splitlines()]
-    assert sum("branch_turn" in game for game in games) > 8
+    branched = [game for game in games if "branch_turn" in game]
+    assert len(branched) > 8 and not any(game["error"] for game in games)
+    states: dict[tuple[int, tuple[str, ...]], str] = {}
+    for game in branched:
+        turns, number = game["turns"], game["branch_turn"]
+        assert turns[number][0] in [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
+        actions = tuple(turn[3] for turn in turns[:number])
+        assert states.setdefault((game["seed"], actions), turns[number][1]) == turns[number][1]
+    metrics = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("run/branched_games", 0) for line in metrics) > 0
 
 
 def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:

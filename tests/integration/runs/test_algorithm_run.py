@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 
 from fakes.runs import output_of, run, undocumented_metrics, write_small
+from unstable_lite.tracking.run_directory import find_damage
 
 pytestmark = pytest.mark.nightly
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
@@ -23,10 +24,11 @@ def directory_of(tmp_path: Path, name: str) -> Path:
     return found
 
 
-def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path) -> None:
+def test_a2c_run_resumes_and_ppo_continues_from_its_adapter_and_critic(tmp_path: Path) -> None:
     config = write_small(tmp_path)
     warm_up = ("learner.critic_warmup_updates=1", "run.checkpoint_every=1", "run.learning_steps=2")
-    output_of(run("run", config, "algorithm=a2c", "run.name=first", *OFF, *warm_up))
+    engine = "engine.kind=fakes.told_engines:PrintsWhetherResumed"
+    output_of(run("run", config, "algorithm=a2c", "run.name=first", engine, *OFF, *warm_up))
     first = directory_of(tmp_path, "first")
     updates = metrics_of(first)
     assert [update["learner/step"] for update in updates] == [1, 2]
@@ -41,6 +43,16 @@ def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path)
     )  # only the critic was trained
     assert any(np.any(tensor) for name, tensor in adapters[1].items() if "lora_B" in name)
     assert any(not np.array_equal(critics[0][name], critics[1][name]) for name in critics[0])
+
+    log = first / "logs" / "orchestrator.log"
+    assert "resumed: False" in log.read_text() and "resumed: True" not in log.read_text()
+    output_of(run("run", "--resume", first, "run.learning_steps=3"))
+    assert [update["learner/step"] for update in metrics_of(first)] == [1, 2, 3]
+    assert "resumed: True" in log.read_text(), "its engines know that it resumes"
+    assert find_damage(first / "checkpoints" / "ckpt-3") is None
+    head = first / "checkpoints" / "ckpt-3" / "critic" / "value_head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1])
+    assert find_damage(first / "checkpoints" / "ckpt-3") is not None
 
     start = (f"lora.initial_lora_path={checkpoints[1]}", f"lora.initial_critic_path={checkpoints[1] / 'critic'}")
     steps = ("learner.ppo_epochs=2", "learner.ppo_minibatches=2", "run.learning_steps=2")

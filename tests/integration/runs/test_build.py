@@ -157,12 +157,6 @@ def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", source], text=True, env=runs.environment(), **streams)
 
 
-@pytest.mark.nightly
-def test_background_run_outlives_its_script(tmp_path: Path) -> None:
-    runs.output_of(runs.finish(script(tmp_path, steps=3)))
-    assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-3").is_dir()
-
-
 @pytest.mark.parametrize(
     "end",
     [

@@ -21,7 +21,6 @@ from unstable_lite.dashboards.run_directory import list_runs
                 (runs.run, "HotterThanItSays", "engine-0 .*learner.* base"),
                 (runs.run, "ServesBaseUnderTheRightName", "base .*scaling"),
                 (runs.run, "ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),
-                (runs.run, "HotterWithAdapters", "engine-0 .*learner.* adapter"),
                 (runs.run, "ServesThePreviousVersionUnderTheRightName", "engine-0 .*learner.* adapter"),
             ]
         ),

@@ -136,9 +136,6 @@ async def test_batch_that_can_never_fill_is_refused(size, n):
         await StepBuffer(size).get_batch(n, 0)
 
 
-# waiting
-
-
 # age
 
 
@@ -254,9 +251,6 @@ def test_no_step_is_lost_or_given_twice(operations, is_by_episode, rejects):
         assert len(out) == len(set(out)) == buffer.taken + buffer.drained
 
     asyncio.run(play())
-
-
-# state
 
 
 # groups
