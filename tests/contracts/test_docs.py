@@ -30,6 +30,7 @@ from fakes import numpy_learner, runs
 from fakes.wandb_runs import agent_command
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint
 from unstable_lite.planning.plan import load_plan
 from unstable_lite.sft.session import load_sft_plan
@@ -230,7 +231,13 @@ def test_every_link_has_a_target(page):
         if anchor:
             titles = re.findall(r"^#+ (.*)$", there.read_text(), re.M)
             anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            anchors += re.findall(r'<a id="([\w-]+)"></a>', there.read_text())
             assert anchor in anchors, f"{page.name} links to {path}#{anchor}"
+
+
+def test_metrics_have_an_anchor_for_each_alarm_that_judges_them():
+    anchors = re.findall(r'<a id="alarm-(\w+)"></a>', (ROOT / "docs" / "curves.md").read_text())
+    assert sorted(anchors) == sorted(AlarmsConfig.model_fields)
 
 
 def test_config_page_matches_the_models():

@@ -110,7 +110,7 @@ def test_config_keys_that_alarms_recommend_exist():
 
 def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults():
     assert list(ALARMS) == list(AlarmsConfig.model_fields)
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\]\([^)]*\) \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
     written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
     config = {name: getattr(AlarmsConfig(), name) for name in ALARMS}
     assert written == {
