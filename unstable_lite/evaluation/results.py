@@ -207,16 +207,17 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         own, *others = (re.split(r", (?=\w+=)", text) for text in (settings, *(e.other_settings for e in alike)))
         apart = [setting for setting in own if setting and not all(setting in other for other in others)]
         title = ", ".join([f"{env_id}{against(opponent)}", *apart])
-        columns = ("games", "points", "95 %", "won", "drawn", "reward", "own\ninvalid")
+        value = next((e.value_name for e in shown if e.n), "points")
+        outcomes = ("won", "drawn", "reward") if value == "points" else ()
+        columns = ("games", value, "95 %", *outcomes, "own\ninvalid")
         table = plain_table(title, ("model", *differing), columns)
         for e in shown:
-            points = (e.value_text, e.interval_text, str(e.wins), str(e.draws))
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
                 f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
-                *(points if e.is_share else ["–"] * len(points)),
-                f"{e.mean_reward:+.3f}" if e.n else "–",
+                *(e.value_text, e.interval_text),
+                *[f"{e.wins}", f"{e.draws}", f"{e.mean_reward:+.3f}" if e.n else "–"] * bool(outcomes),
                 e.own_invalid,
             )
         table.caption = "\n".join(filter(None, (_change(_first(e, shown), e) for e in shown))) or None

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -31,7 +32,7 @@ from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.results import CellEvaluation, Results, results_tables, write_tables
 from unstable_lite.files import read_records
 from unstable_lite.orchestrator.workers import started_engines
-from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.evaluations import POINTS, Tally
 from unstable_lite.tracking.intervals import student
 
 PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
@@ -182,6 +183,23 @@ def test_models_are_compared_on_common_seeds_without_void_games(played: Played, 
         assert edges == pytest.approx((max(fmean(gained) - half, -1), min(fmean(gained) + half, 1)), abs=1e-5)
         assert change.startswith(f"{other.model}: {100 * fmean(gained):+.1f} compared with base (95 %: ")
     assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
+
+
+def test_table_of_an_env_without_a_winner_has_the_mean_reward_with_its_interval() -> None:
+    tally = Tally()
+    for reward in (0.25, 0.5, 0.75):
+        tally.add("na", reward, own_invalid=False)
+    alone = {"num_players": 1, "prompt_template": "default", "other_settings": ""}
+    evaluation = CellEvaluation(**asdict(tally.evaluation("m", "m", 0, "Maze-v0", "none")), **alone)
+    (table,) = results_tables([evaluation])
+    shown = {str(column.header): next(iter(column.cells)) for column in table.columns}
+    assert shown == {
+        "model": "m",
+        "games": "3",
+        "mean reward": "0.500",
+        "95 %": evaluation.interval_text,
+        "own\ninvalid": "0 (0.0 %)",
+    }
 
 
 async def test_second_call_plays_only_missing_games(played: Played, output: Path) -> None:
