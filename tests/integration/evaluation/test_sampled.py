@@ -44,16 +44,19 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def rows_of(config: Path, model: str, *arguments: str | int, settings: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Return the rows of exact.csv after random play."""
-    words = ["eval", model, "--exact", "--config", config, "--output", config.parent, *arguments]
+def rows_of(
+    config: Path, *words: str | int, settings: tuple[str, ...] = (), fails: str | None = None
+) -> list[dict[str, str]]:
+    """Return the rows of exact.csv after random play. fails: part of the message of a command that must fail."""
+    places = ["--config", config, "--output", config.parent]
     sets = [word for setting in settings for word in ("--set", setting)]
-    ended = CliRunner().invoke(app, [*map(str, words), *sets], env={"COLUMNS": "200"})
-    assert ended.exit_code == 0, ended.output
+    command = [*map(str, ("eval", *words, "--exact", *places)), *sets]
+    ended = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert ended.exit_code == (fails is not None) and (fails or "") in ended.output, ended.output
     with (config.parent / "exact.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[0]["model"] == "random legal" and rows[0]["answers"] == rows[0]["exploitability_low"] == ""
-    if "--samples" in words:
+    if "--samples" in words and fails is None:
         assert all(f"(n={row['answers']})" in ended.output for row in rows[1:])
     return rows[1:]
 
@@ -115,23 +118,8 @@ def test_results_before_an_error_are_kept(config: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     with serving() as server:
         settings = (*GUESSING, f"opponents.base_url={server.url}", "opponents.max_requests=5")
-        words = [
-            "eval",
-            "base",
-            "vendor/model",
-            "--exact",
-            "--samples",
-            "8",
-            "--config",
-            config,
-            "--output",
-            config.parent,
-        ]
-        sets = [word for setting in settings for word in ("--set", setting)]
-        ended = CliRunner().invoke(app, [*map(str, words), *sets], env={"COLUMNS": "200"})
-    assert ended.exit_code == 1 and "max_requests" in ended.output, ended.output
-    with (config.parent / "exact.csv").open(newline="") as file:
-        assert [row["model"] for row in csv.DictReader(file)] == ["random legal", "base"]
+        rows = rows_of(config, "base", "vendor/model", "--samples", 8, settings=settings, fails="max_requests")
+    assert [row["model"] for row in rows] == ["base"]
 
 
 def test_estimate_needs_two_answers_and_belongs_to_exact_evaluation(config: Path) -> None:
