@@ -89,7 +89,7 @@ class Study(Section):
     measures: dict[str, Measure] = {}  # noqa: RUF012
     """Measures by name. Default: the last points against each opponent, and of each exploitability the last value, the
     worst of the last half, and the mean."""
-    pools: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+    pools: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = {}  # noqa: RUF012
     """Arms that one more row of the table has together, by the name of the row."""
     scatter: tuple[str, str] | None = None
     """Two measures to plot against each other."""
