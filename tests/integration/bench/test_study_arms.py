@@ -15,7 +15,11 @@ from unstable_lite.tracking.run_directory import to_toml
 
 STUDIES = REPOSITORY / "examples" / "studies"
 BUGS = [arm["name"] for arm in tomllib.loads((STUDIES / "reference_bugs.toml").read_text())["arms"]]
-OTHERS = {"asynchrony": "bound 32, cap 1", "kuhn_regularisation": "KL to average .1"}
+OTHERS = {
+    "asynchrony": "bound 32, cap 1",
+    "kuhn_regularisation": "KL to average .1",
+    "nim_collapse": "groups of 4, half of them branched",
+}
 
 
 def shortened(config: Config, output: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ CONSTANT = (
     "engine.max_generation_len=64",
     "algorithm=grpo",
     "run.group_size=4",
+    "rewards.reject_zero_signal=true",
     "learner.ppo_epochs=1",
     "learner.batch_size=8",
     "run.eval_games=0",
@@ -51,7 +52,9 @@ def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Pat
     assert re.search(r"zero_advantage: 100\.0% of 8\b", err)
     assert f"{directory / 'checkpoints' / 'ckpt-5'}" in err
     assert find_damage(directory / "checkpoints" / "ckpt-5") is None
+    assert out.count("update 1: 8 steps of its batch have results that are all alike") == 1
     last = updates_of(directory)[-1]
+    assert (last["buffer/filled"], last["buffer/rejected"]) == (8, 5 * 3 * 8), "a batch is chosen from four"
     assert {name: last[f"alarms/{name}"] for name in ("identical", "repetition", "zero_advantage", "skipped")} == {
         "identical": 1,
         "repetition": 1,
