@@ -24,7 +24,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 Results = Callable[[str], dict[str, Any]]
-SLOW = ("embedded", "end_to_end", "faults", "handoff", "learner", "scale", "sustained")
+SLOW = ("embedded", "end_to_end", "faults", "handoff", "learner", "ranks", "scale", "sustained")
 """Benches that .ci/run leaves out."""
 
 
@@ -37,6 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 MEASURED = {
     "orchestrator": ("bare env loop", "384 games", "384 games, no games.jsonl", "8 games"),
+    "memory": ("384 games", "after the imports"),
     "engine": [
         f"{kind}, {n}" for kind in ("transformers", "scripted") for n in ("base only", "1 adapter", "3 adapters")
     ],
@@ -177,6 +178,6 @@ def test_bench_runs_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    for arguments in (("startup", "--device", "cuda"), ("engine", "--device", "tpu")):
+    for arguments in (("memory", "--device", "cuda"), ("engine", "--device", "tpu")):
         done = run_bench(*arguments)
         assert done.returncode == 2 and "--device" in " ".join(done.stderr.split())
