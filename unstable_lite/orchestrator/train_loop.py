@@ -29,10 +29,9 @@ class TrainLoop:
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
             await self.evaluations.evaluate_exactly()
-            if parts.resume_from is None:
-                await self.evaluations.evaluate("before")
-            elif self.evaluations.is_due:
-                await self.evaluations.evaluate(f"update {self.progress.updates}")
+            if parts.resume_from is None or self.evaluations.is_due:
+                label = "before" if parts.resume_from is None else f"update {self.progress.updates}"
+                await self.evaluations.evaluate(label)
             await (self._learn_in_turns() if parts.plan.config.run.schedule == "sync" else self._learn(tasks))
             saved, _ = await self.saver.save_newest(is_last=True)
             if parts.stop.is_set():

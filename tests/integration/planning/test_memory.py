@@ -171,8 +171,8 @@ def test_larger_logits_chunks_a_critic_and_keys_and_values_are_counted() -> None
     [
         ("average", 0.1, None, True),
         ("average", 0.0, None, False),
-        ("stage", 0.1, None, True),
-        ("stage", 0.0, None, False),
+        ("stage:50", 0.1, None, True),
+        ("stage:50", 0.0, None, False),
         ("initial", 0.1, Path("adapter"), True),
         ("initial", 0.1, None, False),
         ("base", 0.1, Path("adapter"), False),

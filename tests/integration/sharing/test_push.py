@@ -95,8 +95,8 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
     facts = yaml.safe_load(front)
     assert facts["library_name"] == "peft" and "license" not in facts and "unstable-lite" in facts["tags"]
     assert "base_model" not in facts  # a packaged base is on no hub
-    assert "ckpt-2 scored 87.0 % of the points in 100 games of Nim-v0-train" in text and "(95 %: 78.9–92.3)" in text
-    assert "base scored 48.0 %" in text and "ckpt-1" not in text
+    assert "ckpt-2: points 87.0 % (95 %: 78.9–92.3) in 100 games of Nim-v0-train" in text
+    assert "base: points 48.0 %" in text and "ckpt-1" not in text
     assert "torch 2.13.0" in text and "vllm serve" not in text
     assert "<|im_start|>user\n{observation}<|im_end|>" in text
     config, problems = parse_config(tomllib.loads((folder / "config.toml").read_text()))
