@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.study.reading import FOR_A_CLAIM
+from unstable_lite.config.reading import drop_removed, parse_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -29,6 +30,10 @@ def test_every_published_study_is_whole_small_and_on_the_page(path):
     assert len(study["seeds"]) >= FOR_A_CLAIM
     assert all(run["measures"].get(study["primary"]) is not None for run in content["runs"])
     assert path.stat().st_size < 2_000_000
+    for config in content["configs"].values():
+        drop_removed(config)
+        _, problems = parse_config(config)
+        assert not problems, "the study cannot be continued or shown"
     assert f"examples/studies/{path.stem}.toml" in PAGE and f"bench/results/studies/{path.stem}.json" in PAGE
     assert (ROOT / "examples" / "studies" / f"{path.stem}.toml").exists()
 

@@ -24,6 +24,7 @@ REMOVED = {
     "run.mode": 'set run.schedule ("async" or "sync") and engine.when_shared ("split" or "sleep")',
     "run.loop_stall_s": "remove it; it is 30 s, or twice run.env_timeout_s if that is longer",
     "run.max_eval_games_per_ckpt": "set run.eval_share or run.num_eval_workers",
+    "engine.adapter_receivers": "set engine.adapter_folder, a folder that this machine and every server see",
     "engine.enforce_eager": "set it in engine.options",
     "learner.gradient_checkpointing": "set learner.activation_checkpointing",
     "learner.use_trainer_cache": "remove it; it only cost memory",
