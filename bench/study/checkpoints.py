@@ -16,6 +16,9 @@ from unstable_lite.planning.envs import exact_envs
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.types import BASE
 
+EQUILIBRIUM = 1e-6
+"""Exploitability below which no share of it can be computed."""
+
 
 def average_exploitability(directory: Path, config: Config, env_id: str) -> float:
     """Return the exploitability of the policy that plays as one of the kept checkpoints, drawn before each game.
@@ -50,7 +53,13 @@ def exploiter_curves(directory: Path, config: Config) -> dict[str, list[tuple[in
     learned = {
         update: fmean(tree.outcomes(target, seat, own).utility for seat in (0, 1)) for update, own in policies.items()
     }
-    missed = {update: 1 - value / exact for update, value in learned.items()}
+    is_beatable = exact > EQUILIBRIUM
+    missed = {update: 1 - value / exact for update, value in learned.items()} if is_beatable else {}
     last = max(learned)
-    curves = {"learned": learned, "missed": missed, "exact": {last: exact}, "untrained": {last: missed[0]}}
+    curves = {
+        "learned": learned,
+        "missed": missed,
+        "exact": {last: exact},
+        "untrained": {last: missed[0]} if missed else {},
+    }
     return {f"{EXPLOITER}/{value}": sorted(curve.items()) for value, curve in curves.items()}

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,7 +80,8 @@ class Study(Section):
     overrides: dict[str, Any] = {}  # noqa: RUF012
     """Sections that replace those of the base in every arm."""
     warm_start: bool = False
-    """Train an adapter by imitation once, with section `sft` of the first arm, and start every run from it."""
+    """Train an adapter by imitation before the runs that start from it, with section `sft`: one for all arms that agree
+    in model, `sft`, `lora`, `templates` and training envs."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(min_length=1)]
     targets: tuple[Arm, ...] = ()
     """Runs that are made before the arms, with each seed, and are no results. `target:NAME/ckpt-N` as an arm's fixed
@@ -118,7 +120,8 @@ def read_study(path: Path) -> Checked:
             raw = merged(base, study.overrides, arm.overrides)
             config, wrong = parse_config(raw)
             if config is not None and not wrong:
-                config = with_targets(config, lambda name: _with_digest(name, study, base, configs))
+                playable = {} if arm in study.targets else configs
+                config = with_targets(config, partial(_with_digest, study=study, base=base, configs=playable))
                 make_plan(with_targets(config, lambda _: BASE))  # of which no check reads files
                 configs[arm.name] = config
                 if study.warm_start and config.lora.initial_lora_path is not None:
@@ -205,7 +208,7 @@ def _with_digest(name: str, study: Study, base: dict[str, Any], configs: Mapping
     """Return a target's checkpoint with a digest of the target's part of the file. Raises ConfigError without it."""
     target = target_of(name, study)
     if (config := configs.get(target.name)) is None:
-        raise ConfigError(f"{name!r}: this target cannot run, or comes later in the file")
+        raise ConfigError(f"{name!r}: this target cannot run, or is to be played by another target")
     run, update = config.run, name.rpartition("/ckpt-")[2]
     saved = [str(step) for step in range(1, run.learning_steps) if step % run.checkpoint_every == 0]
     if update not in (*saved, str(run.learning_steps)):

@@ -28,6 +28,7 @@ REMOVED = {
     "engine.enforce_eager": "set it in engine.options",
     "learner.gradient_checkpointing": "set learner.activation_checkpointing",
     "learner.use_trainer_cache": "remove it; it only cost memory",
+    "learner.kl_stage": 'set learner.kl_reference = "stage:N"',
     "learner.start_timeout_s": "set engine.start_timeout_s, which is also the learner's",
     "learner.logits_chunk_tokens": "lower learner.max_tokens_per_micro_batch if memory is short",
     "learner.shard_base": "remove it; every rank holds the whole base, so take a smaller one or a larger GPU",

@@ -315,7 +315,7 @@ class TrainingHealth:
             detail = (
                 f"no step of {env_id} has been trained on for {seconds:.0f} s, although {ended} of its games ended; "
                 f"since the start {played} of its steps were played, {trained} trained on and "
-                f"{dropped} dropped as too stale, and the rest waits or was left out"
+                f"{dropped} dropped as too stale, and the rest waits, was rejected or was left out"
             )
             yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
 

@@ -75,7 +75,7 @@ class Buffer:
         """Number of trajectories left out because of `filter_opponent_invalid`."""
         self.counts = CountsByLength()
         self.left_lately = 0
-        """Number of steps that the last batch took or that were dropped since the batch before it."""
+        """Number of steps that the last batch took, or that were rejected for it or dropped since the one before."""
         self.dropped_lately = 0
         """Number of these steps that were dropped."""
         self.in_flight: InFlight | None = None
@@ -128,7 +128,7 @@ class Buffer:
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Return whether a batch of `n` can be drawn now."""
-        if self.has_steps_for(n):  # without the stale steps there would be even fewer
+        if self.rejection is not None or self.has_steps_for(n):  # without the stale steps there would be even fewer
             self._drop_stale(current_version)
         if self.rejection is None:
             return self.has_steps_for(n)
@@ -188,6 +188,8 @@ class Buffer:
     def refill(self, chunks: list[list[Step]]) -> None:
         """Put back, after `load_state_dict`, the chunks that waited when the state was saved."""
         self.drained -= sum(map(len, chunks))
+        if self.rejection is not None:
+            chunks = self.rejection.refill(chunks)
         self.added -= sum(map(len, chunks))
         self._put(chunks)
 
@@ -256,12 +258,13 @@ class Buffer:
         while not self.has_batch(n, current_version):
             self._arrival.clear()
             await self._arrival.wait()
+        rejected = self.rejected
         chunks = self._oldest(n) if self.rejection is None else self._with_signal(self.rejection, n)
         num_steps = sum(map(len, chunks))
         self.taken += num_steps
         self.counts.add(chain.from_iterable(chunks), "trained")
         self.dropped_lately = self.dropped_stale - self._dropped_at_last_batch
-        self.left_lately = num_steps + self.dropped_lately
+        self.left_lately = num_steps + self.dropped_lately + self.rejected - rejected
         self._dropped_at_last_batch = self.dropped_stale
         if self.in_flight is not None:
             self.in_flight.measure()
@@ -282,10 +285,8 @@ class Buffer:
         return chunks
 
     def _with_signal(self, rejection: Rejection, n: int) -> list[list[Step]]:
-        """Return the batch of a rejection that has one; the other steps that it chose wait again."""
-        batch, chosen, rejected = rejection.take(n)
-        self._chunks += chosen
-        self._size += sum(map(len, chosen))
+        """Return the batch of a rejection that has one."""
+        batch, rejected = rejection.take(n)
         self.rejected += sum(map(len, rejected))
         return batch
 
@@ -296,9 +297,11 @@ class Buffer:
         stale = [chunk for chunk in self._chunks if _version(chunk) < oldest]
         if stale:
             self._chunks = [chunk for chunk in self._chunks if _version(chunk) >= oldest]
-            dropped = sum(map(len, stale))
-            self._size -= dropped
-            self.dropped_stale += dropped
+            self._size -= sum(map(len, stale))
+        if self.rejection is not None:
+            stale += self.rejection.remove(lambda chunk: _version(chunk) < oldest)
+        if stale:
+            self.dropped_stale += sum(map(len, stale))
             self.counts.add(chain.from_iterable(stale), "dropped")
             self._make_room()
 

@@ -11,7 +11,7 @@ Source: dynamic sampling of Yu et al. 2025, "DAPO", arXiv:2503.14476, which judg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,6 +33,8 @@ class Rejection:
         """Chunks of the next batch."""
         self._alike: list[Chunk] = []
         """Chunks without a signal, which complete the next batch if need be."""
+        self._held = 0, 0
+        """Numbers of chosen chunks and of others that `refill` is to put back."""
         self.filled = 0
         """Number of steps without a signal in the newest batch."""
         self.rejected: Counter[tuple[str, str]] = Counter()
@@ -53,12 +55,26 @@ class Rejection:
         for chunk, is_chosen in zip(chunks, self._have_signal(chunks), strict=True):
             (self._chosen if is_chosen else self._alike).append(chunk)
 
+    def remove(self, is_stale: Callable[[Chunk], bool]) -> list[Chunk]:
+        """Remove the stale chunks and return them."""
+        stale = [chunk for chunk in self.contents() if is_stale(chunk)]
+        self._chosen, self._alike = (
+            [chunk for chunk in chunks if not is_stale(chunk)] for chunks in (self._chosen, self._alike)
+        )
+        return stale
+
+    def refill(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Take back, after `load_state_dict`, the chunks that were held, which are the last ones; return the others."""
+        first = max(0, len(chunks) - sum(self._held))
+        self._chosen, self._alike = chunks[first : first + self._held[0]], chunks[first + self._held[0] :]
+        return chunks[:first]
+
     def has_batch(self, n: int) -> bool:
         """Return whether a batch of `n` steps can be taken."""
         return sum(map(len, self._chosen)) >= n or self.size() >= MOST_JUDGED * n
 
-    def take(self, n: int) -> tuple[list[Chunk], list[Chunk], list[Chunk]]:
-        """Return the chunks of a batch of at least `n` steps, chosen ones for the next batch, and rejected ones."""
+    def take(self, n: int) -> tuple[list[Chunk], list[Chunk]]:
+        """Return the chunks of a batch of at least `n` steps and the rejected ones; keep the other chosen ones."""
         in_order = self._chosen + self._alike[::-1]
         count = size = 0
         while size < n:
@@ -66,11 +82,10 @@ class Rejection:
             count += 1
         batch, left, num_chosen = in_order[:count], in_order[count:], len(self._chosen)
         self.filled = sum(map(len, batch[num_chosen:]))
-        chosen, rejected = left[: max(0, num_chosen - count)], left[max(0, num_chosen - count) :]
+        self._chosen, self._alike, rejected = left[: max(0, num_chosen - count)], [], left[max(0, num_chosen - count) :]
         for step in chain.from_iterable(rejected):
             self.rejected[step.env_id, step.context.opponent_kinds if step.context is not None else ""] += 1
-        self.clear()
-        return batch, chosen, rejected
+        return batch, rejected
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of rejected steps, of all and by env and kinds of opponents."""
@@ -78,12 +93,15 @@ class Rejection:
         return {"buffer/rejected": self.rejected.total(), "buffer/filled": self.filled, **by_cell}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the newest results; the steps that are held are among the buffer's contents."""
-        return {"rejected": [[*key, n] for key, n in self.rejected.items()], "spread": self._spread.state_dict()}
+        """Return counts and the newest results; the chunks that are held are the last of the buffer's contents."""
+        rejected = [[*key, n] for key, n in self.rejected.items()]
+        held = len(self._chosen), len(self._alike)
+        return {"rejected": rejected, "spread": self._spread.state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rejected = Counter({(env_id, kinds): n for env_id, kinds, n in state["rejected"]})
         self._spread.load_state_dict(state["spread"])
+        self._held = tuple(state["held"])
 
     def _have_signal(self, chunks: Sequence[Chunk]) -> list[bool]:
         if "group_is_alike" in chunks[0][0].step_info:

@@ -507,7 +507,7 @@ class Browser {
       .map(([name, value]) => el("li", {}, el("b", {}, signed(value)), el("span", {}, name))));
     if (turn.trained) return el("div", {}, list, el("p", { class: "note" }, `Trained on in update ${turn.trained.update}, ${turn.trained.staleness} updates after it was played.`));
     const why = this.current.kind === "eval" ? "Evaluation games are not trained on."
-      : this.current.policy.includes(turn.pid) ? "No batch that is on disk has this turn: it was dropped as too old, or was still waiting." : "This player is not trained.";
+      : this.current.policy.includes(turn.pid) ? "No batch that is on disk has this turn: it was dropped as too old, rejected (rewards.reject_zero_signal), or was still waiting." : "This player is not trained.";
     return el("div", {}, list, el("p", { class: "note" }, why));
   }
 
