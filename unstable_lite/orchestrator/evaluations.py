@@ -64,6 +64,8 @@ class Evaluations:
     async def evaluate_exactly(self) -> None:
         """Log exact evaluations that are due before the first update, or that a stop broke off."""
         parts, update = self._parts, self._progress.updates
+        if parts.plan.config.run.exact_every is None:
+            return
         records = read_records(parts.directory / "metrics.jsonl") if parts.resume_from is not None else ()
         logged = {name for line in records if line["step"] == update for name in line}
         exact = await parts.exact.metrics(update, logged)

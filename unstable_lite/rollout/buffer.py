@@ -39,10 +39,10 @@ from unstable_lite.reward_transformations.transforms import (
 )
 from unstable_lite.rng import restore, state_of
 from unstable_lite.rollout.back_pressure import CountsByLength, InFlight, length_class
-from unstable_lite.rollout.rejection import Rejection
+from unstable_lite.rollout.rejection import Rejection, chunks_that_hold
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
-COUNTERS = ("added", "taken", "dropped_stale", "rejected", "filtered")
+COUNTERS = ("added", "taken", "dropped_stale", "filtered")
 """Totals since the start of the run that a checkpoint keeps."""
 
 
@@ -69,7 +69,7 @@ class Buffer:
     def __post_init__(self) -> None:
         if self.max_buffer_size < 1:
             raise ConfigError(f"buffer_size must be at least 1, got {self.max_buffer_size}")
-        self.added = self.taken = self.dropped_stale = self.rejected = self.drained = 0
+        self.added = self.taken = self.dropped_stale = self.drained = 0
         self.rejection = Rejection() if self.reject_zero_signal else None
         self.filtered = 0
         """Number of trajectories left out because of `filter_opponent_invalid`."""
@@ -96,6 +96,11 @@ class Buffer:
     def size(self) -> int:
         """Return the number of waiting steps."""
         return self._size + (self.rejection.size() if self.rejection is not None else 0)
+
+    @property
+    def rejected(self) -> int:
+        """Number of steps rejected since the start of the run."""
+        return 0 if self.rejection is None else self.rejection.rejected.total()
 
     @property
     def is_full(self) -> bool:
@@ -209,14 +214,14 @@ class Buffer:
         """Restore the state of an empty buffer; steps that waited when it was saved count as drained."""
         assert not self._chunks
         for name in COUNTERS:
-            setattr(self, name, state["counters"].get(name, 0))  # older checkpoints have fewer
+            setattr(self, name, state["counters"][name])
+        if self.rejection is not None and state.get("rejection") is not None:
+            self.rejection.load_state_dict(state["rejection"])
         self.drained = self.added - self.taken - self.dropped_stale - self.rejected
         self._dropped_at_last_batch = self.dropped_stale
         self.counts = CountsByLength.of(state["counts"])
         if self.in_flight is not None and state["in_flight"] is not None:
             self.in_flight.load_state_dict(state["in_flight"])
-        if self.rejection is not None and state.get("rejection") is not None:
-            self.rejection.load_state_dict(state["rejection"])
         restore(self._rng, state["rng"])
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
@@ -259,7 +264,7 @@ class Buffer:
             self._arrival.clear()
             await self._arrival.wait()
         rejected = self.rejected
-        chunks = self._oldest(n) if self.rejection is None else self._with_signal(self.rejection, n)
+        chunks = self._oldest(n) if self.rejection is None else self.rejection.take(n)
         num_steps = sum(map(len, chunks))
         self.taken += num_steps
         self.counts.add(chain.from_iterable(chunks), "trained")
@@ -274,21 +279,12 @@ class Buffer:
         """Remove the oldest chunks that hold `n` steps, and return them."""
         self._rng.shuffle(self._chunks)
         self._chunks.sort(key=_version)
-        num_chunks = num_steps = 0
-        while num_steps < n:
-            num_steps += len(self._chunks[num_chunks])
-            num_chunks += 1
+        num_chunks = chunks_that_hold(self._chunks, n)
         chunks = self._chunks[:num_chunks]
         del self._chunks[:num_chunks]
-        self._size -= num_steps
+        self._size -= sum(map(len, chunks))
         self._make_room()
         return chunks
-
-    def _with_signal(self, rejection: Rejection, n: int) -> list[list[Step]]:
-        """Return the batch of a rejection that has one."""
-        batch, rejected = rejection.take(n)
-        self.rejected += sum(map(len, rejected))
-        return batch
 
     def _drop_stale(self, current_version: int) -> None:
         if self.max_staleness is None:

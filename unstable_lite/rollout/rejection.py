@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,11 @@ MOST_JUDGED = 4
 """Steps that are judged for one batch, in batches: if they bring too few with a signal, others complete it."""
 
 Chunk = list[Step]
+
+
+def chunks_that_hold(chunks: Sequence[Chunk], n: int) -> int:
+    """Return the number of first chunks that hold at least `n` steps."""
+    return next(count for count, size in enumerate(accumulate(map(len, chunks)), 1) if size >= n)
 
 
 class Rejection:
@@ -73,19 +78,15 @@ class Rejection:
         """Return whether a batch of `n` steps can be taken."""
         return sum(map(len, self._chosen)) >= n or self.size() >= MOST_JUDGED * n
 
-    def take(self, n: int) -> tuple[list[Chunk], list[Chunk]]:
-        """Return the chunks of a batch of at least `n` steps and the rejected ones; keep the other chosen ones."""
-        in_order = self._chosen + self._alike[::-1]
-        count = size = 0
-        while size < n:
-            size += len(in_order[count])
-            count += 1
-        batch, left, num_chosen = in_order[:count], in_order[count:], len(self._chosen)
-        self.filled = sum(map(len, batch[num_chosen:]))
-        self._chosen, self._alike, rejected = left[: max(0, num_chosen - count)], [], left[max(0, num_chosen - count) :]
+    def take(self, n: int) -> list[Chunk]:
+        """Return the chunks of a batch of at least `n` steps; keep the other chosen ones and reject the rest."""
+        in_order, num_chosen = self._chosen + self._alike[::-1], len(self._chosen)
+        count = chunks_that_hold(in_order, n)
+        self.filled = sum(map(len, in_order[num_chosen:count]))
+        self._chosen, self._alike, rejected = in_order[count:num_chosen], [], in_order[max(count, num_chosen) :]
         for step in chain.from_iterable(rejected):
             self.rejected[step.env_id, step.context.opponent_kinds if step.context is not None else ""] += 1
-        return batch, rejected
+        return in_order[:count]
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of rejected steps, of all and by env and kinds of opponents."""
