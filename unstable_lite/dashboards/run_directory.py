@@ -326,9 +326,8 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     """
     runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
     members = dict[str, tuple[dict[str, Any], list[RunData]]]()
-    names = [run.directory.name for run in runs]
-    for run, name in zip(runs, names, strict=True):
-        run.label = name if names.count(name) == 1 else f"{run.directory.parent.name}/{name}"
+    for run in runs:
+        run.label = _shortest_name(run.directory, [other.directory for other in runs if other is not run])
         shared = {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
         members.setdefault(json.dumps(shared, sort_keys=True, default=str), (shared, []))[1].append(run)
     differing, groups = differences([shared for shared, _ in members.values()]), []
@@ -337,6 +336,14 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
         own = {key: values[number] for key, values in differing.items()}
         groups.append(Group(of_group[0].label if len(of_group) == 1 else several, of_group, own))
     return groups
+
+
+def _shortest_name(directory: Path, others: Sequence[Path]) -> str:
+    """Return the end of a path, of as few names as tell it from the others."""
+    parts = directory.parts
+    lengths = range(1, len(parts))
+    length = next((n for n in lengths if all(other.parts[-n:] != parts[-n:] for other in others)), len(parts))
+    return str(Path(*parts[-length:]))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

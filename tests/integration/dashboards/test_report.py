@@ -307,6 +307,23 @@ def test_every_chart_is_drawn_offline_without_scrolling(shared_page: Page) -> No
 
 
 @pytest.mark.browser
+def test_charts_of_a_large_group_are_drawn_as_they_come_near(tmp_path: Path, open_page: OpenReport) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", *(line | {f"mine/{n}": n + line["step"] for n in range(90)} for line in lines))
+    page = open_page(write_report([run], tmp_path / "report.html").path)
+    page.get_by_text("Every recorded curve").click()
+    group = page.locator(".chart-group[open]", has_text="Every recorded curve")
+    group.locator("svg.main-svg").first.wait_for()
+    page.wait_for_selector("html[data-drawn]")
+    empty = page.evaluate(EMPTY_CHARTS)
+    assert 0 < empty < group.locator(".plot").count()
+    group.locator(".plot").last.scroll_into_view_if_needed()
+    group.locator(".plot").last.locator("svg.main-svg").first.wait_for()
+    assert 0 < page.evaluate(EMPTY_CHARTS) < empty
+
+
+@pytest.mark.browser
 def test_printed_page_shows_charts_that_were_not_drawn_yet(one_run: Path, open_page: OpenReport) -> None:
     page = open_page(one_run, color_scheme="dark")
     page.wait_for_selector("html[data-drawn]")

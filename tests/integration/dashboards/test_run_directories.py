@@ -249,6 +249,15 @@ def test_endless_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytes
         next(read)
 
 
+def test_runs_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    places = ("a/day/run", "b/day/run", "b/eve/run", "b/eve/other")
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        shown_runs.quickstart(tmp_path / "made").rename(tmp_path / place)
+    groups = read_groups([tmp_path / place for place in places])
+    assert sorted(run.label for group in groups for run in group.runs) == ["a/day/run", "b/day/run", "eve/run", "other"]
+
+
 def test_evaluation_between_the_kept_updates_of_a_long_run_has_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@ const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
 
 // ---------------------------------------------------------------- curves
 
+/** Most charts of a group that are drawn before anybody scrolls to them: some 300 take half a minute. */
+const MANY = 40;
+
 /** Marks of series, which colours alone must not tell apart: plotly's name, and the same as a character. */
 const MARKS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["cross", "✚"], ["x", "✖"]];
 const markOf = (number) => MARKS[number % 6];
@@ -52,6 +55,7 @@ class Curves {
     this.cards = [];
     this.isPrinting = false;
     addEventListener("beforeprint", () => this.print());
+    addEventListener("scroll", () => this.drawLater(), { passive: true });
     addEventListener("afterprint", () => this.printed());
   }
 
@@ -93,9 +97,10 @@ class Curves {
 
   /** Cards that are not drawn yet, first those in view. In a closed group they have no size to be drawn in. */
   waiting() {
-    const waiting = this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])"));
-    const isOutside = ({ plot }) => plot.getBoundingClientRect().bottom < 0 || plot.getBoundingClientRect().top > innerHeight;
-    return waiting.sort((a, b) => isOutside(a) - isOutside(b));
+    const outside = ({ plot }, screens = 0) => plot.getBoundingClientRect().bottom < -screens * innerHeight || plot.getBoundingClientRect().top > (1 + screens) * innerHeight;
+    const isNeeded = (card) => this.isPrinting || card.plot.closest(".charts").children.length <= MANY || !outside(card, 1);
+    const waiting = this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])") && isNeeded(card));
+    return waiting.sort((a, b) => outside(a) - outside(b));
   }
 
   /** Draws what waits one by one, when the browser is idle: a printed page or a screenshot shows charts that nobody scrolled to. */
