@@ -320,14 +320,17 @@ class Group:
 
 
 def read_groups(directories: Sequence[Path]) -> list[Group]:
-    """Read and group runs. A group of several seeds is labelled as a config, others by their run.
+    """Read and group runs. A group of several seeds is labelled as a config, others by the end of their run's path.
 
     Raises UnstableError.
     """
     runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
     members = dict[str, tuple[dict[str, Any], list[RunData]]]()
     for run in runs:
-        run.label = _shortest_name(run.directory, [other.directory for other in runs if other is not run])
+        parts = run.directory.parts
+        lengths = range(1, 1 + len(parts))
+        length = next(n for n in lengths if sum(other.directory.parts[-n:] == parts[-n:] for other in runs) == 1)
+        run.label = str(Path(*parts[-length:]))
         shared = {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
         members.setdefault(json.dumps(shared, sort_keys=True, default=str), (shared, []))[1].append(run)
     differing, groups = differences([shared for shared, _ in members.values()]), []
@@ -336,14 +339,6 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
         own = {key: values[number] for key, values in differing.items()}
         groups.append(Group(of_group[0].label if len(of_group) == 1 else several, of_group, own))
     return groups
-
-
-def _shortest_name(directory: Path, others: Sequence[Path]) -> str:
-    """Return the end of a path, of as few names as tell it from the others."""
-    parts = directory.parts
-    lengths = range(1, len(parts))
-    length = next((n for n in lengths if all(other.parts[-n:] != parts[-n:] for other in others)), len(parts))
-    return str(Path(*parts[-length:]))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

@@ -249,7 +249,7 @@ def test_endless_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytes
         next(read)
 
 
-def test_runs_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_of_equal_names_are_labelled_by_their_folders(tmp_path: Path) -> None:
     places = ("a/day/run", "b/day/run", "b/eve/run", "b/eve/other")
     for place in places:
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
