@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -31,6 +31,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from unstable_lite.learner import BLOCK_QUERIES, MOST_COPIES
 
 NAME = "unstable_lite_forest"
+FLEX_BLOCK = 128
+"""Tokens of a block of FlexAttention."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A model's mask function: whether a query sees a key, by batch, head and the positions of both."""
 
@@ -65,13 +67,29 @@ class Forest:
         return blocks
 
     def block_mask(self, rule: Rule) -> BlockMask:
-        """Return the mask for FlexAttention."""
-        num_tokens = len(self.depth_T)
+        """Return the mask for FlexAttention.
+
+        Its blocks follow from the ancestors alone, because torch's own function first asks about every pair of tokens.
+        """
 
         def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self.sees(query, key, rule)
 
-        return create_block_mask(sees, None, None, num_tokens, num_tokens, device=self.depth_T.device.type)
+        num_tokens = len(self.depth_T)
+        block_T = torch.arange(num_tokens, device=self.end_T.device) // FLEX_BLOCK
+        num_blocks = -(-num_tokens // FLEX_BLOCK)
+        # For each block of keys, how many of them begin to be seen at a block of queries, less those that end before it.
+        edges_KQ = torch.zeros(num_blocks, num_blocks + 1, dtype=torch.int32, device=block_T.device)
+        one = edges_KQ.new_ones(())
+        edges_KQ.index_put_((block_T, block_T), one, accumulate=True)
+        edges_KQ.index_put_((block_T, (self.end_T - 1) // FLEX_BLOCK + 1), -one, accumulate=True)
+        is_seen_11QK = (edges_KQ.cumsum(1)[:, :-1] > 0).T[None, None]
+        num_seen = is_seen_11QK.sum(-1, dtype=torch.int32)
+        first_seen = is_seen_11QK.int().argsort(dim=-1, descending=True, stable=True).int()
+        lengths = num_tokens, num_tokens
+        return BlockMask.from_kv_blocks(
+            num_seen, first_seen, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=lengths
+        )
 
     def summand(self, rule: Rule, dtype: torch.dtype) -> Tensor:
         """Return a summand of the attention's logits, 1 × 1 × T × T, for models that compute attention themselves."""

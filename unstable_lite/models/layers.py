@@ -27,8 +27,8 @@ OTHER_TYPES = frozenset(
 """Types of layers that keep anything else than a key and a value of each token."""
 RECURRENT_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_value_heads")
 """Keys of models whose first layer is recurrent if they list no types."""
-INDEXED = ("gpt_neo", "openai-gpt")
-"""Types of models that hide tokens by their index, and not by their position, beyond the first hundreds."""
+INDEXED = ("gpt_neo", "openai-gpt", "bloom", "mpt")
+"""Types of models that hide or weigh tokens by their index, and not by their position."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys with the number of tokens to which layers of some type attend."""
 NO_LIMIT = 1 << 62
