@@ -42,7 +42,7 @@ def quickstart(outputs: Path) -> Path:
     """Write the finished quickstart, with a spike of the KL divergence at update 188 and one alarm."""
     results = _of_points(QUICKSTART, every=85)
     return _write(
-        outputs, "quickstart", _config(_envs(NIM, QUICKSTART), 255), results, 255, alarms=["collapse: a test"]
+        outputs, "quickstart-example", _config(_envs(NIM, QUICKSTART), 255), results, 255, alarms=["collapse: a test"]
     )
 
 

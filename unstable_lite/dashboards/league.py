@@ -181,7 +181,8 @@ def ladder_lines(league: League, width: int, height: int, has_results: bool) -> 
     lines = aligned(table, "lrr", width)
     uids = [row.uid for row in shown]
     for opponent in league.opponents(uids) if has_results else ():
-        head = Text(f"vs {_short(opponent)}", style="dim")
+        is_newest = any(row.is_current for row in shown if row.uid == opponent)
+        head = Text(f"vs {'newest' if is_newest else _short(opponent)}", style="dim")
         head.truncate(LONGEST_HEAD, overflow="ellipsis")
         column = [head, *(_cell(league.of(uid, opponent), uid == opponent) for uid in uids)]
         if lines[0].cell_len + 2 + max(cell.cell_len for cell in column) > width:

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
+from rich.theme import Theme
 
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import about
@@ -31,13 +32,16 @@ from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow
 
 PLAIN_LINE_EVERY_S = 5.0
+_BARS = dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse", "progress.download"), "green")
+PLAIN = Theme(_BARS | dict.fromkeys(("progress.elapsed", "progress.remaining"), "default"))
+"""Rich's own bars are red and its times yellow, which mean trouble here."""
 
 
 class VisibleConsole(Console):
     """Console whose text is neither markup, emoji codes nor terminal control."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, highlight=False, markup=False, emoji=False)
+        super().__init__(**options, highlight=False, markup=False, emoji=False, theme=PLAIN)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, with control characters made visible; rich's own control segments stay."""

@@ -260,7 +260,7 @@ def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequenc
 def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     """Return the best checkpoint of a run that has stopped, and the commands to show it and to continue.
 
-    A command is whole: if it does not fit beside its label it has its own row, and "…" is shown if it is longer still.
+    A command is whole: if it does not fit beside its label it has its own rows.
     """
     is_over, lines = view.state == "ended" and view.num_updates >= view.learning_steps, list[Text]()
     steps = next_commands(view.directory, (), is_over)
@@ -271,7 +271,7 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
             row, below = Text(label), Text(f"{words} {path}")
             if label == "best checkpoint":
                 row, below = Text(f"{label:<15}  {words}"), Text(path)
-            lines += [row, below if below.cell_len <= width else Text("…")]
+            lines += [row, *below.divide(range(width, len(below), width))]
         else:
             lines.append(row)
     return lines

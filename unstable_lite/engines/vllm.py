@@ -22,7 +22,7 @@ from unstable_lite.engines.lora import check_fits, read_adapter
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.models import resolve_model
 from unstable_lite.models.layers import longest_sequence
-from unstable_lite.models.loading import bare_model
+from unstable_lite.models.loading import bare_model, compare
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -57,6 +57,8 @@ class VLLMShell(EngineShell):
         config, path = spec.config, resolve_model(spec.config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         self._bare_model = bare_model(path, config.trust_remote_code)
+        if Path(path).is_dir() and not hasattr(self._bare_model.config, "quantization_config"):
+            compare(path, config.trust_remote_code)  # a run's learner compares too, but an evaluation has none
         super().__init__(spec, longest_sequence(config.engine.max_model_len, self._bare_model.config))
 
     def _sampling(self, request: Generate, max_tokens: int) -> dict[str, Any]:

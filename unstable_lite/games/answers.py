@@ -40,6 +40,11 @@ def find_tags(chat_template: str, tokens: Collection[str]) -> Tags | None:
     return next(iter(have_tokens or mentioned), None)
 
 
+def tags_in(text: str) -> Tags:
+    """Return the first known tags of which an answer has one; the usual ones if it has none."""
+    return next((tags for tags in KNOWN_TAGS if any(tag in text for tag in tags)), THINK)
+
+
 def has_unknown_tags(chat_template: str, tokens: Collection[str]) -> bool:
     """Return whether a chat template speaks of thinking, but no known tags mark it."""
     return _MENTION.search(chat_template) is not None and find_tags(chat_template, tokens) is None

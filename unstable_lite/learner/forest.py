@@ -78,7 +78,7 @@ class Forest:
         num_tokens = len(self.depth_T)
         block_T = torch.arange(num_tokens, device=self.end_T.device) // FLEX_BLOCK
         num_blocks = -(-num_tokens // FLEX_BLOCK)
-        # For each block of keys, how many of them begin to be seen at a block of queries, less those that end before it.
+        # For a block of keys and one of queries: how many keys begin to be seen there, less those that end before it.
         edges_KQ = torch.zeros(num_blocks, num_blocks + 1, dtype=torch.int32, device=block_T.device)
         one = edges_KQ.new_ones(())
         edges_KQ.index_put_((block_T, block_T), one, accumulate=True)
@@ -87,9 +87,7 @@ class Forest:
         num_seen = is_seen_11QK.sum(-1, dtype=torch.int32)
         first_seen = is_seen_11QK.int().argsort(dim=-1, descending=True, stable=True).int()
         lengths = num_tokens, num_tokens
-        return BlockMask.from_kv_blocks(
-            num_seen, first_seen, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=lengths
-        )
+        return BlockMask.from_kv_blocks(num_seen, first_seen, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=lengths)
 
     def summand(self, rule: Rule, dtype: torch.dtype) -> Tensor:
         """Return a summand of the attention's logits, 1 × 1 × T × T, for models that compute attention themselves."""

@@ -271,8 +271,9 @@ class Tokenizer:
         clocks = [_CLOCK % year + self._chat_template for year in (2001, 2092)]
         messages = self._accepted(chat, _messages_of(chat))
         try:
-            return len({self._render(chat, messages, template=clock) for clock in clocks}) > 1
-        except (ValueError, TypeError, jinja2.TemplateError):  # it computes with the date
+            with model_errors(self._path):
+                return len({self._render(chat, messages, template=clock) for clock in clocks}) > 1
+        except ModelError:  # it computes with the date
             return True
 
     def _render(

@@ -21,6 +21,7 @@ import msgspec
 
 from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
+from unstable_lite.files import replaced
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of, score_of
 from unstable_lite.rollout.back_pressure import FATES
@@ -161,7 +162,8 @@ class TrainingHealth:
         path = self._directory / PAUSED
         reasons, self._reasons = self._reasons, []
         try:
-            path.write_text("\n".join([*reasons, saved, "Delete this file to continue the run.", ""]), encoding="utf-8")
+            with replaced(path) as partial:
+                partial.write_text("\n".join([*reasons, saved, "Delete this file to continue the run.", ""]), "utf-8")
             self._say(f"paused after update {self._update}. {saved} To continue: rm {path}  (Ctrl-C: end)")
             while path.exists() and not self._stop.is_set():
                 with contextlib.suppress(TimeoutError):

@@ -198,7 +198,7 @@ class Evaluation:
             metrics["Invalid Rate"] = self.invalid / self.n
         shares = []
         if math.isfinite(self.win_rate):
-            won = wilson_interval(self.wins, self.n)
+            won = wilson_interval(self.wins, self.n) if self.draws else self.interval  # points are then wins
             shares += [("Points", self.points, self.interval), ("Win Rate", self.win_rate, won)]
         if self.choices:
             shares.append(("Optimal Moves", self.optimal / self.choices, self.optimal_interval))

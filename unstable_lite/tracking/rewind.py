@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unstable_lite.config.env_ids import with_slugs
+from unstable_lite.errors import UnstableError
 from unstable_lite.files import keep_records, keep_whole_lines, read_records, replaced
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.records import train_files
@@ -63,13 +65,8 @@ def rewind(
 
 def _rewind_tensorboard(directory: Path, is_kept: Callable[[int, Iterable[str]], bool]) -> None:
     old = sorted(directory.glob("events.out.tfevents.*"))
-    events = [raw for path in old for raw in RawEventFileLoader(str(path)).Load()]
-    read = map(Event.FromString, events)
-    kept = [
-        raw
-        for raw, event in zip(events, read, strict=True)
-        if is_kept(event.step, (value.tag for value in event.summary.value))
-    ]
+    events = [(raw, _event(raw, path)) for path in old for raw in RawEventFileLoader(str(path)).Load()]
+    kept = [raw for raw, event in events if is_kept(event.step, (value.tag for value in event.summary.value))]
     if len(kept) == len(events):
         return
     # TensorBoard reads files in the order of their names, which begin with a number.
@@ -79,3 +76,10 @@ def _rewind_tensorboard(directory: Path, is_kept: Callable[[int, Iterable[str]],
             writer.write(raw)
     for path in old[1:]:
         path.unlink()
+
+
+def _event(raw: bytes, path: Path) -> Event:
+    try:
+        return Event.FromString(raw)
+    except DecodeError as error:
+        raise UnstableError(f"{path}: a record is not an event of TensorBoard ({error}); move the file away") from None

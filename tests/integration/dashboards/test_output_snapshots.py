@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +14,17 @@ from typer.testing import CliRunner
 
 from tests.fakes.shown_runs import CASES, running
 from tests.fakes.snapshots import assert_as_before
-from unstable_lite.cli.app import app
+from unstable_lite.cli.app import app, print_summary
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.dashboards.run_directory import RunDirectory, list_runs, runs_table
 from unstable_lite.dashboards.terminal import (
     TerminalInterface,
     VisibleConsole,
-    evaluation_tables,
-    key_value_lines,
     print_lines,
-    remark_lines,
 )
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.progress import Progress
+from unstable_lite.orchestrator.run import Summary
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import result_rows
 
@@ -43,19 +41,29 @@ def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, mo
         parts.tracker.evaluations.append(Evaluation.from_json(line))
         Evaluations._say(parts.evaluations, parts.tracker.evaluations[-1])
     progress = Progress(parts)
-    answers = (
-        ("Did it learn?", "  ".join(progress._learned(rows := parts.results()))),
-        ("Can I believe it?", progress._believable(rows)),
-    )
-    print_lines(console, key_value_lines(answers))
+    monkeypatch.setattr(progress, "_pace", lambda: "4 min 10 s left at 1.4 s an update")
+    print_lines(console, progress._answers())
     console.print()
-    for table in evaluation_tables(view.results()):
-        console.print(table, "")
-    for remark in remark_lines(parts.tracker.evaluations):
-        print_lines(console, remark)
+    monkeypatch.setattr("unstable_lite.cli.app.console", lambda: console)
+    print_summary(
+        Summary(
+            **asdict(view.totals()),
+            directory=directory,
+            updates=view.num_updates,
+            skipped_updates=0,
+            dropped_stale_steps=31,
+            training_seconds=300.0,
+            evaluations=tuple(parts.tracker.evaluations),
+            alarms=tuple(view.alarms()),
+            checkpoint=None,
+            planned_updates=view.learning_steps,
+            played_steps=5000,
+            results=tuple(view.results()),
+        )
+    )
     print_lines(console, runs_table(list_runs(Path("outputs"))))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(len(line) for line in shown.splitlines() if "outputs/" not in line) <= 80  # paths stay whole
     assert_as_before(f"output/{case.__name__}", re.sub(r"^\d\d:\d\d:\d\d", "12:42:01", shown, flags=re.M))
 
 

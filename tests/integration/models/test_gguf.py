@@ -24,8 +24,8 @@ WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> None:
-    """Write a llama of random weights with a byte-level tokenizer of 260 tokens."""
+def write_gguf(path: Path, architecture: str = "llama", without: str = "") -> None:
+    """Write a llama of random weights with a byte-level tokenizer of 260 tokens. without: name of a weight."""
     rng = np.random.default_rng(0)
     alphabet = [chr(n) for n in range(33, 127)] + [chr(n) for n in (*range(161, 173), *range(174, 256))]
     alphabet += [chr(256 + n) for n in range(256 - len(alphabet))]
@@ -49,7 +49,8 @@ def write_gguf(path: Path, architecture: str = "llama") -> None:
     writer.add_chat_template(TEMPLATE)
 
     def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
+        if name != without:
+            writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
 
     add("token_embd.weight", len(tokens), WIDTH)
     add("output.weight", len(tokens), WIDTH)
@@ -226,6 +227,13 @@ def test_declared_lengths_beyond_the_file_are_refused_at_once(
     (path := tmp_path / "endless.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_keys) + rest)
     with pytest.raises(ModelError, match=r"endless\.gguf is damaged"):
         resolve_model(str(path))
+    assert left_in(cache) == []
+
+
+def test_missing_weight_is_named(cache: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "holes.gguf", without="blk.1.ffn_up.weight")
+    with pytest.raises(ModelError, match=r"missing.*layers\.1\.mlp\.up_proj"):
+        resolve_model(str(tmp_path / "holes.gguf"))
     assert left_in(cache) == []
 
 

@@ -60,6 +60,17 @@ def test_n_learning_steps_make_n_measured_updates_and_n_consecutive_versions(fin
             assert 0 <= line["run/eval_share"] <= 1
 
 
+def test_evaluations_take_a_tenth_of_the_games_of_a_run(tmp_path: Path) -> None:
+    """Evaluations ended most games of a run with the reference's workers."""
+    workers = ("run.num_collection_workers=24", "run.num_eval_workers=8", "run.eval_games=0", "run.eval_share=0.1")
+    process = runs.start_torchless(
+        "run", runs.write_small(tmp_path), *runs.PLAYS_NIM, *workers, "run.learning_steps=30"
+    )
+    runs.output_of(runs.finish(process))
+    updates = [line for line in metrics(runs.run_directory(tmp_path)) if "learner/loss" in line]
+    assert len(updates) == 30 and 0.05 <= updates[-1]["run/eval_share"] <= 0.1
+
+
 def test_live_view_of_a_finished_run_shows_its_end(finished_run: Path) -> None:
     live = json.loads((finished_run / "live.json").read_text())
     assert (live["learning_steps"], live["has_ended"], live["has_failed"]) == (3, True, False)

@@ -1,5 +1,6 @@
 """Contrast of the report's colours, computed from page.css: text 4.5 to 1, marks 3 to 1, in light and in dark."""
 
+import io
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from fakes.contrast import Colour, contrast, mixed, of_hex
 from unstable_lite.dashboards import report
+from unstable_lite.dashboards.terminal import VisibleConsole
 
 CSS = (Path(report.__file__).parent / "page.css").read_text("utf-8")
 THEMES = ("light", "dark")
@@ -38,6 +40,8 @@ def paint(expression: str, theme: str, under: str = "var(--card)") -> Colour:
 
 TOKEN = 50
 """Strength of the deepest tint of a token, in per cent: page.js."""
+FAINT = 70
+"""Opacity of a seed's line behind the mean, in per cent: page.js."""
 CHOSEN = rule('.list [aria-current="true"]')
 PAIRS: list[tuple[str, str, str, float]] = [
     *(
@@ -59,6 +63,7 @@ PAIRS: list[tuple[str, str, str, float]] = [
         ("var(--ink)", f"color-mix(in srgb, var(--{side}) {TOKEN}%, var(--wash))", "", 4.5)
         for side in ("less", "unlikely")
     ),
+    *((f"color-mix(in srgb, var(--run-{run}) {FAINT}%, var(--card))", "var(--card)", "", 3.0) for run in range(6)),
     (rule(".range i"), "var(--wash)", "", 3.0),
     (rule(".range b"), "var(--wash)", "", 3.0),
 ]
@@ -72,12 +77,21 @@ def test_text_and_marks_stand_out_from_their_background(mark, background, under,
 
 def test_counts_in_the_matrix_have_the_colour_of_their_cell():
     assert ".matrix td small { color: inherit; }" in CSS
-    assert f"Math.round({TOKEN} * strength)" in (Path(report.__file__).parent / "page.js").read_text("utf-8")
+    script = (Path(report.__file__).parent / "page.js").read_text("utf-8")
+    assert f"Math.round({TOKEN} * strength)" in script and f"faint ? {FAINT / 100} : 1" in script
 
 
 def test_no_rule_names_a_colour_of_its_own():
     rules = CSS[CSS.index("\n}\n") :]
     assert not re.findall(r"#[0-9a-f]{3,8}\b|\brgba?\(|: (?:red|yellow|orange|white|black)\b", rules)
+
+
+def test_progress_of_a_run_is_neither_red_nor_yellow():
+    """Rich's own bars are red, and its times are yellow."""
+    console = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system="standard")
+    for style in ("bar.complete", "bar.finished", "bar.pulse", "progress.elapsed", "progress.remaining"):
+        colour = console.get_style(style).color
+        assert colour is None or colour.name in ("green", "default")
 
 
 def test_no_text_of_the_terminal_is_yellow_or_cyan():

@@ -117,7 +117,7 @@ THREE = (("ckpt-60", RANDOM, 90, 0, 10), ("ckpt-60", "base", 3, 2, 1), ("base", 
 
 def test_cells_have_points_and_games_and_models_stand_by_their_lower_bound():
     head, *lines = drawn(league_of(*THREE))
-    assert re.findall(r"vs \S+", head) == ["vs ckpt-60", "vs random", "vs base", "vs optimal"]
+    assert re.findall(r"vs \S+", head) == ["vs newest", "vs random", "vs base", "vs optimal"]
     assert [re.split(r" {2,}", line.strip()) for line in lines] == [
         ["ckpt-60 newest strongest", "90.0 ± 1.0", "106", "·", "90.0 % 100", "66.7 % 6"],
         ["random", "89.0 ± 1.0", "100", "10.0 % 100", "·"],

@@ -13,6 +13,7 @@ import pytest
 from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig
 from unstable_lite.errors import ConfigError, OpponentError
+from unstable_lite.games.answers import KNOWN_TAGS
 from unstable_lite.games.api_keys import OPENROUTER_URL, api_key, endpoint_url, is_loopback, key_variable
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players import openai_compatible
@@ -221,6 +222,14 @@ async def test_text_parts_of_an_answer_are_joined_and_a_truncated_one_is_marked(
     server.answer = lambda _body: chat_reply(content, finish_reason)
     reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
     assert (reply.text, reply.is_cut_off) == (text, finish_reason in ("length", "content_filter"))
+
+
+@pytest.mark.parametrize("tags", KNOWN_TAGS)
+async def test_unclosed_thought_of_an_endpoint_gives_no_action(server, connect, tags):
+    opens, closes = tags
+    for content, action in ((f"{opens}\\boxed{{1}}", ""), (f"{opens}\\boxed{{1}}{closes}\\boxed{{2}}", "[2]")):
+        server.answer = lambda _body, content=content: chat_reply(content)
+        assert (await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")).action == action
 
 
 @pytest.mark.parametrize(

@@ -279,10 +279,10 @@ def faults_of(name: str, playouts: int, most_moves: int = 30) -> set[str]:
     return {fault for fault, is_found in (("forgets", forgets), ("leaks", leaks)) if is_found}
 
 
-@pytest.mark.nightly
-def test_prompts_hold_what_their_seat_saw_and_did():
+@pytest.mark.parametrize("playouts", [20, pytest.param(240, marks=pytest.mark.nightly)])
+def test_prompts_hold_what_their_seat_saw_and_did(playouts):
     known = {name for name in hidden_games() if information_fault(PREFIX + name) is not None}
-    most = {name: 24 if name in SLOW else 240 for name in hidden_games()}
+    most = {name: playouts // 10 + 1 if name in SLOW else playouts for name in hidden_games()}
     found = {name: faults_of(name, max(60, number) if name in known else number) for name, number in most.items()}
     faulty = {name for name, faults in found.items() if faults - ({"leaks"} if name in PUBLIC else set())}
     assert known - set(RARE) <= faulty <= known

@@ -101,6 +101,7 @@ def test_special_tokens_that_mark_a_thought_stay_in_the_text(tmp_path, special, 
     prompts = tokenizer.prompts(chats_in_use(config), own_tags(config))
     template = templates_for(config, prompts)["mine"]
     read = find_extraction("default", template.tags)
+    assert not set(template.stop) & {closing, "<|end|>"}, "a mark that ends a thought ends no answer"
     unclosed = tokenizer.encode(f"{opening}maybe \\boxed{{[1]}}{TURNS[0]}").tolist()
     whole = tokenizer.encode(f"{opening}maybe \\boxed{{[1]}}{closing}\\boxed{{[2]}}{END}").tolist()
     assert read(tokenizer.text(unclosed)) == ("", False)

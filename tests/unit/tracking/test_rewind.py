@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from test_tracker import game
 
 from unstable_lite.config.tracking import TrackerConfig
@@ -75,6 +76,16 @@ def test_later_games_stay_only_if_an_evaluation_includes_them(tmp_path):
     tracker.close()
     rewind(tmp_path, update=1, num_games=4, in_flight={1, 3}, is_repeated=lambda line: False)
     assert [record["game_idx"] for record in read_part(tmp_path / "games.jsonl")] == [0, 2, 3]
+
+
+def test_damaged_file_of_tensorboard_is_named_by_a_resume(tmp_path):
+    start(tmp_path).close()
+    (tmp_path / "tensorboard").mkdir(exist_ok=True)
+    path = tmp_path / "tensorboard" / "events.out.tfevents.0"
+    with path.open("wb") as file:
+        RecordWriter(file).write(b"\xff\xff not an event")
+    with pytest.raises(UnstableError, match=r"events\.out\.tfevents\.0: a record is not an event"):
+        rewind(tmp_path, update=1, num_games=4, in_flight=(), is_repeated=lambda line: False)
 
 
 ODD_LINES = ("null", "[1]", "3", '"x"', "{}", '{"step": [1], "model": 1, "game_idx": [], "eval_label": null}')

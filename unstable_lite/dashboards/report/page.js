@@ -142,7 +142,7 @@ class Curves {
     const lines = this.lines(card).map((one) => ({ ...one, points: one.points.filter((point) => point[axis] !== null) }));
     const range = card.share ? [-0.02, 1.02] : unlessFlat(lines), traces = [];
     for (const { label, role, points, faint } of lines) {
-      const own = colour(roleOf(role), faint ? 0.35 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
+      const own = colour(roleOf(role), faint ? 0.7 : 1), banded = faint ? [] : points.filter((point) => point.low !== null);
       const x = points.map((point) => point[axis]);
       if (banded.length > 1) {
         const bx = banded.map((point) => point[axis]);

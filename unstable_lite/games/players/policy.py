@@ -24,6 +24,7 @@ from unstable_lite.games.answers import (
     end_of_thinking,
     find_extraction,
     leaves_thinking_open,
+    tags_in,
 )
 from unstable_lite.games.templates import CHAT_TEMPLATES, Template
 from unstable_lite.rng import derive_seed
@@ -101,14 +102,14 @@ class OpenAICompatiblePlayer:
         assert agent.model.name is not None
         self._endpoint = endpoint
         self._model = agent.model.name
-        self._extract = find_extraction(agent.action_extraction_fn)
+        self._extraction = agent.action_extraction_fn
         self._num_players = num_players
 
     async def act(self, observation: str) -> Reply:
         """Ask the model for its action. Raises OpponentError."""
         message = CHAT_TEMPLATES["chat"].message(observation, self._num_players)
         answer = await self._endpoint.complete(self._model, message)
-        action, format_ok = self._extract(answer.text)
+        action, format_ok = find_extraction(self._extraction, tags_in(answer.text))(answer.text)
         return Reply(action=action, text=answer.text, prompt=message, format_ok=format_ok, is_cut_off=answer.is_cut_off)
 
 
