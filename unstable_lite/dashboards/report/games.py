@@ -78,13 +78,10 @@ def read_games(
             info = row["step_info"]
             if info.get("game_idx") in kept_trained:
                 trained[info["game_idx"], row["pid"], info["turn"]] = row | {"update": update}
-    templates, own = templates_by_env(config or {}), _own_templates(config or {})
-    names = _names_by_env(config or {})
+    templates, own = templates_by_env(config or {}), _own_templates(config or {}).values()
+    closes = [tags[1] for tags in (*(made.think for made in own if made.think is not None), *KNOWN_TAGS)]
     for game in games.kept:
-        key = game["kind"], game["env_id"]
-        template = templates.get(key)
-        thinks = [own[name].think for name in names[key] if name in own]
-        closes = [tags[1] for tags in thinks if tags is not None] or [tags[1] for tags in KNOWN_TAGS]
+        template = templates.get((game["kind"], game["env_id"]))
         served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
         for index, turn in enumerate(game["turns"]):
             of_batch = trained.get((game["game_idx"], turn[0], index))
@@ -148,18 +145,12 @@ def templates_by_env(config: Mapping[str, Any]) -> dict[tuple[str, str], Templat
 
     Chat templates, which a tokenizer lays out, are left out, and so are envs with several templates.
     """
-    known = known_templates(_own_templates(config))
-    found = {key: known.get(one) for key, (one, *others) in _names_by_env(config).items() if not others}
-    return {key: template for key, template in found.items() if isinstance(template, Template)}
-
-
-def _names_by_env(config: Mapping[str, Any]) -> dict[tuple[str, str], set[str]]:
-    """Return the names of templates by kind of game and env id."""
-    names = defaultdict[tuple[str, str], set[str]](set)
+    known, names = known_templates(_own_templates(config)), defaultdict(set)
     for kind in ("train", "eval"):
         for env in config.get(f"{kind}_envs", ()):
             names[kind, env["env_id"]].add(env.get("prompt_template", "default"))
-    return names
+    found = {key: known.get(one) for key, (one, *others) in names.items() if not others}
+    return {key: template for key, template in found.items() if isinstance(template, Template)}
 
 
 def _own_templates(config: Mapping[str, Any]) -> dict[str, TemplateConfig]:
