@@ -31,9 +31,13 @@ class Spike:
 
     @property
     def text(self) -> str:
+        return f"update {self.update}: {self.size_text}"
+
+    @property
+    def size_text(self) -> str:
         label, form = METRICS[self.metric].label, METRICS[self.metric].form
         times = abs(self.value) / self.usual
-        return f"update {self.update}: {label} {self.value:{form}}, {times:.0f} times the usual {self.usual:{form}}"
+        return f"{label} {self.value:{form}}, {times:.0f} times the usual {self.usual:{form}}"
 
 
 def find_spikes(updates: Iterable[Mapping[str, Any]]) -> list[Spike]:
@@ -64,6 +68,8 @@ def _spikes_of(metric: str, lines: list[Mapping[str, Any]]) -> list[Spike]:
 
 
 def spike_texts(spikes: list[Spike], listed: int = 5) -> list[str]:
-    """Return a text for each of the first spikes, and one that counts the others if there are any."""
-    others = len(spikes) - listed
-    return [spike.text for spike in spikes[:listed]] + [f"and {others} more"] * (others > 0)
+    """Return a text for each of the first updates with spikes, and one that counts the others if there are any."""
+    updates = [*dict.fromkeys(spike.update for spike in spikes)]
+    sizes = {update: [spike.size_text for spike in spikes if spike.update == update] for update in updates[:listed]}
+    others = len(updates) - listed
+    return [f"update {update}: {'; '.join(sizes[update])}" for update in sizes] + [f"and {others} more"] * (others > 0)

@@ -1,13 +1,14 @@
 """Tests of tracking/spikes.py, whose rule docs/curves.md explains."""
 
 import random
+import re
 from collections.abc import Callable
 from statistics import median
 
 import pytest
 
 from unstable_lite.tracking.displayed_metrics import METRICS
-from unstable_lite.tracking.spikes import JUDGED, find_spikes, spike_texts
+from unstable_lite.tracking.spikes import JUDGED, Spike, find_spikes, spike_texts
 
 KL, LOSS, MISMATCH = "learner/kl_to_base", "learner/loss", "learner/mismatch_mean"
 
@@ -70,6 +71,14 @@ def test_five_spikes_are_listed_the_largest_first_and_the_others_are_counted():
     spikes = find_spikes(updates(KL, lambda step: float(step) if step % 10 == 0 else noise(step)))
     assert spike_texts(spikes)[0].startswith("update 120: ") and len(spike_texts(spikes[:5])) == 5
     assert spike_texts(spikes)[5:] == [f"and {len(spikes) - 5} more"]
+
+
+def test_spikes_of_one_update_are_listed_together():
+    spikes = [Spike(update=update, metric=metric, value=9, usual=0.1) for metric in (KL, LOSS) for update in (40, 90)]
+    assert [re.findall(r"update \d+|KL|loss", text) for text in spike_texts(spikes)] == [
+        ["update 40", "KL", "loss"],
+        ["update 90", "KL", "loss"],
+    ]
 
 
 @pytest.mark.parametrize(
