@@ -32,7 +32,7 @@ from unstable_lite.dashboards.top import MachineLoad, draw
 
 PICTURES = Path(os.environ.get("PICTURES", Path(__file__).parent / "pictures"))
 TOP_SIZE = (100, 30)
-REPORT_SIZE = {"width": 1080, "height": 950}
+REPORT_SIZE = {"width": 1080, "height": 1000}
 SCALE = 2
 """Pixels of a picture per pixel of a page, so that it is sharp on every screen."""
 NO_PROCESS = 2**31 - 1
