@@ -309,7 +309,7 @@ class Contest:
         gap = rival.interval_at(level)[0] - newest.interval_at(level)[1]
         size = f"{100 * gap:.1f} percentage points" if newest.is_share else f"{gap:.3f}"
         apart = f"do not overlap: they lie {size} apart" if gap > 0 else "overlap"
-        detail = f"{subject}: {score_of(newest)}, but {score_of(rival)}; widened for all comparisons, these {apart}"
+        detail = f"{subject}: {score_of(newest)}, but {score_of(rival)}; intervals, all widened, {apart}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]
 
 
