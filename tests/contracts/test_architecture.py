@@ -138,6 +138,8 @@ def test_results_have_one_text_and_one_interval():
             assert path.name in intervals or not interval.search(source), f"{path} computes an interval itself"
     script = (PACKAGE / "dashboards/report/page.js").read_text()
     assert not re.search("wilson|sqrt|student", script, re.IGNORECASE)
+    template = (PACKAGE / "dashboards/report/page.html.jinja").read_text()
+    assert not text.search(re.sub(r'style="[^"]*"', "", template))
 
 
 def test_choosing_an_engine_imports_no_heavy_library():
