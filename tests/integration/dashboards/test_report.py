@@ -382,7 +382,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
         "title", re.compile("^2 won, 0 drawn, 2 lost; 95 %: 7.2 % – 92.8 %")
     )
     expect(cells["ckpt-2"]).to_have_attribute("title", re.compile("^1 won, 1 drawn, 0 lost"))
-    expect(cells["ckpt-2"]).to_have_text("752")  # 75 % of the points, 2 games
+    expect(cells["ckpt-2"]).to_have_text("75 %2")  # of the points, 2 games
     expect(cells["base"]).to_have_text("·")
 
 
