@@ -223,8 +223,7 @@ def main() -> None:
 
 
 def print_summary(summary: Summary) -> None:
-    from unstable_lite.dashboards.next_steps import command
-    from unstable_lite.dashboards.terminal import evaluation_tables, key_value_lines, print_lines, remark_lines
+    from unstable_lite.dashboards.terminal import command, evaluation_tables, key_value_lines, print_lines, remark_lines
     from unstable_lite.tracking.displayed_metrics import duration
 
     out = console()
@@ -259,7 +258,7 @@ def print_summary(summary: Summary) -> None:
 
 def _paths(summary: Summary, is_over: bool) -> list[tuple[str, str]]:
     """Return where the run's files are, and the commands that come next."""
-    from unstable_lite.dashboards.next_steps import next_commands
+    from unstable_lite.dashboards.terminal import next_commands
 
     directory, steps = summary.directory, next_commands(summary.directory, summary.results, is_over)
     return [
@@ -273,8 +272,7 @@ def _paths(summary: Summary, is_over: bool) -> list[tuple[str, str]]:
 
 def print_sft_summary(config: Path, directory: Path, record: dict[str, Any]) -> None:
     """Print the results of `sft`, whose `record` is the content of sft.json."""
-    from unstable_lite.dashboards.next_steps import command
-    from unstable_lite.dashboards.terminal import key_value_lines, print_lines
+    from unstable_lite.dashboards.terminal import command, key_value_lines, print_lines
 
     metrics: dict[str, float] | None = record["metrics"]
     games = "" if record["games"] is None else f", from {record['games']} games, {record['void_games']} void"

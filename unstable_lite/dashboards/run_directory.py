@@ -26,11 +26,10 @@ from unstable_lite.dashboards.league import League
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import check_links, parsed_line, understood
 from unstable_lite.planning.trust import CONFIG
-from unstable_lite.tracking.displayed_metrics import Totals
+from unstable_lite.tracking.displayed_metrics import Spike, Totals, find_spikes
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow, result_rows
 from unstable_lite.tracking.run_directory import LIVE, PAUSED, runs_in
-from unstable_lite.tracking.spikes import Spike, find_spikes
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live line on a terminal, plain dated lines elsewhere, a table at the end.
+"""Terminal output of a run: a live line on a terminal, plain dated lines elsewhere; at the end a table and next steps.
 
 No text is markup, because names of models and messages of libraries contain brackets.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -24,9 +26,12 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
+from unstable_lite.adapters.frozen import by_update, find_best
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import about
+from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import hanging
+from unstable_lite.errors import UnstableError
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow
@@ -242,3 +247,43 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
 def remark_lines(evaluations: Iterable[Evaluation]) -> list[str]:
     """Return the remarks on evaluations, to print below their tables."""
     return [f"{e.label}, {e.env_id}{against(e.opponent)}: {remark}" for e in evaluations for remark in e.remarks]
+
+
+def next_commands(run: Path, rows: Iterable[ResultRow], is_over: bool) -> dict[str, tuple[str, str]]:
+    """Return, by name, the best checkpoint of a run that has stopped, and commands: each as words and a path.
+
+    rows: its results, which show if there is an opponent to play against. is_over: whether all updates are made.
+    """
+    steps, saved = dict[str, tuple[str, str]](), by_update(run / "checkpoints")
+    model, path = str(run), saved[max(saved)] if saved else run
+    with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
+        path, text = find_best(run)
+        words, _, named = text.partition(": ")
+        model, steps["best checkpoint"] = f"run:{run}/best", (f"{words}:", named)
+    steps["report"] = command("report"), shlex.quote(str(run))
+    if saved and any(row.opponent.partition(",")[0] != "none" for row in rows):
+        steps["play against it"] = command("play"), shlex.quote(model)
+    if saved:
+        steps["evaluate it again"] = command("eval", "base"), shlex.join([str(path), "--output", str(run / "eval")])
+    if saved and not is_over:
+        steps["to continue"] = command("run", "--resume"), shlex.quote(str(run))
+    return steps
+
+
+def command(*words: object) -> str:
+    return shlex.join(["unstable-lite", *map(str, words)])
+
+
+def upcoming(view: RunDirectory) -> str:
+    """Return when the next evaluation begins, or why none does."""
+    run, made = view.config["run"], view.num_updates
+    has_games = run.get("eval_games") or (run.get("num_eval_workers", 16) and run.get("schedule") != "sync")
+    if not view.config.get("eval_envs") or not has_games:
+        return "no evaluation is planned: that needs [[eval_envs]] and run.eval_games"
+    if not view.is_up:
+        return f"the run stopped before {'another' if view.lines('eval') else 'an'} evaluation ended"
+    if not run.get("eval_games"):
+        return "games beside training are a checkpoint's evaluation as soon as it has played its last one"
+    first = "no evaluation has ended yet: the first is that before training, " * (not view.lines("eval"))
+    every = run.get("eval_every") or view.learning_steps
+    return f"{first}the next begins after update {min(every * (made // every + 1), view.learning_steps)}"

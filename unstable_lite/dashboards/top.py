@@ -24,13 +24,12 @@ from rich.live import Live
 from rich.text import Text
 
 from unstable_lite.dashboards.league import ladder_lines
-from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
+from unstable_lite.dashboards.terminal import next_commands, upcoming
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, sparkline
-from unstable_lite.tracking.displayed_metrics import Metric, duration, is_share, metrics_of_env, of_topic
+from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
-from unstable_lite.tracking.spikes import Spike
 
 REDRAW_S = 2.0
 """Time between two frames, which is that between two states that a run writes to live.json."""

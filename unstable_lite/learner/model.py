@@ -23,6 +23,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed, layout
+from unstable_lite.learner.answers import Remembered
 from unstable_lite.learner.base_model import (
     ADAPTER,
     Head,
@@ -34,7 +35,6 @@ from unstable_lite.learner.base_model import (
     use_liger,
 )
 from unstable_lite.learner.forest import Forest, reading
-from unstable_lite.learner.remembered import Remembered
 from unstable_lite.models import resolve_model
 from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed

@@ -30,7 +30,6 @@ from unstable_lite.orchestrator.evaluations import Evaluations, is_evaluated
 from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.envs import changed_questions
 from unstable_lite.planning.trust import CONFIG
-from unstable_lite.tracking.rewind import rewind
 from unstable_lite.tracking.run_directory import (
     LEAGUE,
     MANIFEST,
@@ -38,6 +37,7 @@ from unstable_lite.tracking.run_directory import (
     find_damage,
     recorded_questions,
     replace_config,
+    rewind,
     sha256,
     size,
 )

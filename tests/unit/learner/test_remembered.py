@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fakes.game_records import make_item
-from unstable_lite.learner import remembered
-from unstable_lite.learner.remembered import Remembered
+from unstable_lite.learner import answers
+from unstable_lite.learner.answers import Remembered
 from unstable_lite.types import Forced, TrainItem
 
 
@@ -44,7 +44,7 @@ def test_steps_of_equal_tokens_that_train_others_are_others() -> None:
 
 def test_oldest_steps_are_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(prompt_ids=np.arange(3), completion_ids=np.array([last])) for last in range(4)]
-    monkeypatch.setattr(remembered, "MOST_BYTES", 3 * (items[0].prompt_ids.nbytes + items[0].completion_ids.nbytes))
+    monkeypatch.setattr(answers, "MOST_BYTES", 3 * (items[0].prompt_ids.nbytes + items[0].completion_ids.nbytes))
     known, compute = Remembered(), Computed()
     assert len(known.of(items, compute)) == 4
     known.of(items[1:], compute)

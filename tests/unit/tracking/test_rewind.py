@@ -12,7 +12,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_part
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.tracking.records import JsonlSink
-from unstable_lite.tracking.rewind import rewind
+from unstable_lite.tracking.run_directory import rewind
 from unstable_lite.tracking.tensorboard import TensorBoardSink, tag_of
 from unstable_lite.tracking.tracker import Tracker
 

@@ -1,4 +1,4 @@
-"""Tests of tracking/spikes.py, whose rule docs/curves.md explains."""
+"""Tests of the rule of spikes, which docs/curves.md explains."""
 
 import random
 import re
@@ -7,8 +7,7 @@ from statistics import median
 
 import pytest
 
-from unstable_lite.tracking.displayed_metrics import METRICS
-from unstable_lite.tracking.spikes import JUDGED, Spike, find_spikes, spike_texts
+from unstable_lite.tracking.displayed_metrics import JUDGED, METRICS, Spike, find_spikes, spike_texts
 
 KL, LOSS, MISMATCH = "learner/kl_to_base", "learner/loss", "learner/mismatch_mean"
 

@@ -18,7 +18,7 @@ from unstable_lite.config.training import EngineConfig, LearnerConfig, RunConfig
 from unstable_lite.files import to_line
 from unstable_lite.learner import UpdateResult
 from unstable_lite.learner.training_stats import BUCKETS, histograms_of
-from unstable_lite.tracking.rewind import rewind
+from unstable_lite.tracking.run_directory import rewind
 from unstable_lite.tracking.tensorboard import TensorBoardSink, as_code, layout, tag_of
 from unstable_lite.types import Histogram, TrainItem
 

@@ -20,14 +20,13 @@ import jinja2
 
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import League, Result, about, age, choose, find_strongest, name_of
-from unstable_lite.dashboards.next_steps import next_commands, upcoming
 from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.run_directory import Group, RunData
-from unstable_lite.tracking.displayed_metrics import duration, is_share
+from unstable_lite.dashboards.terminal import next_commands, upcoming
+from unstable_lite.tracking.displayed_metrics import duration, is_share, spike_texts
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown, with_games
-from unstable_lite.tracking.spikes import spike_texts
 
 HERE = Path(__file__).parent
 CAP = "importance_weight_cap"

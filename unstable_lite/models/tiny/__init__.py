@@ -1,1 +1,0 @@
-"""The embedded default model, `builtin:tiny`."""

@@ -1,1 +1,0 @@
-"""The embedded model for games of OpenSpiel, `builtin:tiny-games`."""
