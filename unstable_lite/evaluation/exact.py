@@ -21,12 +21,11 @@ from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
 from unstable_lite.evaluation.models import EvaluatedModel
 from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained
 from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, uniform
-from unstable_lite.games.openspiel.sampled_policy import SampledPolicy
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import allowance_problem
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
-from unstable_lite.rollout.decision_states import sample_policy
+from unstable_lite.rollout.sampled_policy import SampledPolicy, sample_policy
 from unstable_lite.tracking.intervals import percent
 
 

@@ -20,7 +20,7 @@ from unstable_lite.orchestrator.event_loop import first_reason, unless_set
 from unstable_lite.planning.envs import exact_envs
 from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import LockStep
-from unstable_lite.rollout.decision_states import sample_policy
+from unstable_lite.rollout.sampled_policy import sample_policy
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
 from unstable_lite.tracking.result_rows import result_rows, row_label
 from unstable_lite.types import GameRecord, ModelRef

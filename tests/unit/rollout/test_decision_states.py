@@ -14,12 +14,11 @@ from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.games.openspiel.players import solved
-from unstable_lite.games.openspiel.sampled_policy import SampledPolicy
 from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.collector import LockStep
-from unstable_lite.rollout.decision_states import sample_policy
+from unstable_lite.rollout.sampled_policy import SampledPolicy, sample_policy
 from unstable_lite.types import Generation, ModelRef
 
 pytest.importorskip("pyspiel")

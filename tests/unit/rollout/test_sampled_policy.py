@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, uniform
-from unstable_lite.games.openspiel.sampled_policy import SampledPolicy
+from unstable_lite.rollout.sampled_policy import SampledPolicy
 
 pyspiel = pytest.importorskip("pyspiel")
 
