@@ -5,6 +5,7 @@ The games of an evaluation are stored. Every turn of the one game is shown when 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import TypeVar
 from rich.console import Console
 
 from unstable_lite.adapters.frozen import RUN
+from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.dashboards.terminal import print_lines
-from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.engines.client import EnginePool
+from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.ladder import Place, RatedGame, rate, write_places
 from unstable_lite.evaluation.models import EvaluatedModel, find_models, find_run
 from unstable_lite.evaluation.plan import Cell, EvaluationPlan, game_spec, in_rounds, plan_evaluation
@@ -28,7 +31,7 @@ from unstable_lite.games.players.policy import Player, thinking_budget
 from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason, log_file
-from unstable_lite.orchestrator.workers import Workers, started_engines, while_alive
+from unstable_lite.orchestrator.workers import started_engines, while_alive
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.trust import run_config
 from unstable_lite.rollout.collector import play_all
@@ -37,6 +40,8 @@ from unstable_lite.types import BASE, GameRecord, ModelRef, Reply
 
 T = TypeVar("T")
 
+UNLOAD_ATTEMPTS = 60
+"""Attempts, one a second, to unload an adapter whose requests have not ended."""
 HUMAN = "unstable_lite.games.players.human:HumanPlayer"
 
 
@@ -70,16 +75,13 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
             with log_file(output / "logs" / "evaluation.log"), cancelled_by_signals():
                 await _play_all(evaluation, todo, results, say)
         evaluations = write_tables(results, evaluation.cells, evaluation.games)
-        places: list[Place] = []
-        if evaluation.is_ladder:
-            rated = [
-                RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
-                for cell in evaluation.cells
-                for row in results.rows(cell, evaluation.games)
-                if row["end"] != "void"
-            ]
-            places = rate(rated)
-        if places:
+        rated = [
+            RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
+            for cell in evaluation.cells * evaluation.is_ladder
+            for row in results.rows(cell, evaluation.games)
+            if row["end"] != "void"
+        ]
+        if places := rate(rated):
             write_places(output, places)
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
@@ -98,8 +100,8 @@ class LoadedAdapters:
     names its adapter.
     """
 
-    def __init__(self, workers: Workers, num_slots: int) -> None:
-        self._workers = workers
+    def __init__(self, engines: EnginePool, num_slots: int) -> None:
+        self._engines = engines
         self._num_slots = num_slots
         self._ids = {BASE: 0}
         """Ids of the loaded adapters by the model's key."""
@@ -117,15 +119,43 @@ class LoadedAdapters:
             yield round_
 
     async def hold(self, models: Mapping[str, EvaluatedModel]) -> None:
-        """Load these adapters, given by key; unload the others. Raises AdapterError."""
+        """Load these adapters, given by key; unload the others.
+
+        Raises AdapterError if an engine cannot load an adapter or read other files, and if requests use one that is no
+        longer needed for a minute.
+        """
         for key in [key for key in self._ids if key != BASE and key not in models]:
-            await self._workers.unload_adapter(self._ids.pop(key))
+            await self._unload(self._ids.pop(key))
         for key, model in models.items():
             if key not in self._ids:
-                assert model.path is not None
                 self._last_id += 1
-                await self._workers.load_adapter(self._last_id, model.name, model.path)
+                await self._load(self._last_id, model)
                 self._ids[key] = self._last_id
+
+    async def _load(self, id: int, model: EvaluatedModel) -> None:
+        path = model.path
+        assert path is not None
+        expected, shown = adapter_digest(path), f"{model.name} ({path})"
+        try:
+            digests = await self._engines.each(lambda engine: engine.load_adapter(id, path))
+        except RequestError as error:
+            raise AdapterError(f"{shown}: {error}") from error
+        if wrong := {*digests} - {None, expected}:
+            raise AdapterError(
+                f"an engine holds another adapter than {shown}: the digest of the files that it read is {wrong.pop()}, "
+                f"expected is {expected}"
+            )
+
+    async def _unload(self, id: int) -> None:
+        for attempt in range(UNLOAD_ATTEMPTS):
+            try:
+                await self._engines.unload_adapter(id)
+                return
+            except RequestError as error:
+                # An abandoned game may still have a request in an engine.
+                if attempt + 1 == UNLOAD_ATTEMPTS:
+                    raise AdapterError(f"adapter {id} cannot be unloaded: {error}") from error
+            await asyncio.sleep(1)
 
 
 async def with_engines(
@@ -147,7 +177,7 @@ async def with_engines(
         thinking = thinking_budget(config.engine, workers.info)
         generate = workers.engines.generate
         async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:
-            adapters = LoadedAdapters(workers, config.engine.max_loras)
+            adapters = LoadedAdapters(workers.engines, config.engine.max_loras)
             return await while_alive(workers.processes, work(seats, adapters))
 
 

@@ -24,7 +24,7 @@ from unstable_lite.evaluation.plan import Cell
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import environment_of
-from unstable_lite.games.openspiel.game_tree import solved_moves
+from unstable_lite.games.openspiel.game_tree import renormalised, solved_moves
 from unstable_lite.games.players.lookahead import GREEDY_GAMES, greedy_actions, has_solver, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.rng import derive_seed
@@ -268,8 +268,7 @@ def _share(good: Sequence[str], of: ActionDistribution) -> float:
 
 def _normalised(of: ActionDistribution) -> Floats:
     """Return the probabilities of the legal actions given that the answer is one of them."""
-    total = of.probabilities.sum()
-    return of.probabilities / total if total > 0 else np.full(len(of.actions), 1 / len(of.actions))
+    return renormalised([of.probabilities])[0]
 
 
 def _entropy(p_A: Floats) -> float:

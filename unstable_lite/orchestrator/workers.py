@@ -15,15 +15,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.engines.devices import visible_name
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_checks import server_keys
-from unstable_lite.errors import AdapterError, RequestError, WorkerDied
+from unstable_lite.errors import WorkerDied
 from unstable_lite.games.run_prompts import prompt_warnings
 from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import first_reason
@@ -35,8 +35,6 @@ from unstable_lite.transport.worker_main import WorkerSpec
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-UNLOAD_ATTEMPTS = 60
-"""Attempts, one a second, to unload an adapter whose requests have not ended."""
 LATE_SERVER_S = 10.0
 """Time that a run waits for more vLLM servers after the last one that came up."""
 KEEP_MEMORY = {
@@ -90,34 +88,6 @@ class Workers:
     def prompts(self) -> dict[str, Any]:
         """Facts of the engines' tokenizer about prompts; see `templates_for`."""
         return self.info.get("prompts", {})  # type: ignore[no-any-return]
-
-    async def load_adapter(self, id: int, name: str, path: Path) -> None:
-        """Load files that no learner holds on every engine, as adapter `id`; `name`: for messages.
-
-        Raises AdapterError if an engine cannot load them, or read others.
-        """
-        expected = adapter_digest(path)
-        try:
-            digests = await self.engines.each(lambda engine: engine.load_adapter(id, path))
-        except RequestError as error:
-            raise AdapterError(f"{name} ({path}): {error}") from error
-        if wrong := {*digests} - {None, expected}:
-            raise AdapterError(
-                f"an engine holds another adapter than {name} ({path}): the digest of the files that it read is "
-                f"{wrong.pop()}, expected is {expected}"
-            )
-
-    async def unload_adapter(self, id: int) -> None:
-        """Unload an adapter from every engine. Raises AdapterError if requests use it for a minute more."""
-        for attempt in range(UNLOAD_ATTEMPTS):
-            try:
-                await self.engines.unload_adapter(id)
-                return
-            except RequestError as error:
-                # An abandoned game may still have a request in an engine.
-                if attempt + 1 == UNLOAD_ATTEMPTS:
-                    raise AdapterError(f"adapter {id} cannot be unloaded: {error}") from error
-            await asyncio.sleep(1)
 
     async def start_engines(self) -> None:
         plan, config = self._plan, self._plan.config.engine
@@ -247,31 +217,25 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def started_workers(
-    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
+    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False, has_learner: bool = True
 ) -> AsyncIterator[Workers]:
     """Start every worker of `plan`, and stop it on exit. `is_restart`: other workers began this run.
 
-    Raises WorkerDied if a worker exits, UnstableError if one is not up in time.
+    has_learner: whether to start more than the engines, which are enough to play. Raises WorkerDied if a worker exits,
+    UnstableError if one is not up in time.
     """
     async with Workers(plan, logs, say, is_restart) as workers:
         await workers.start_engines()
-        if any(isinstance(device, int) for device in plan.shared_devices):
-            # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
-            await workers.all_ready()
-        await workers.start_learner()
-        await workers.wait_until_up(may_servers_be_late=True)
+        if has_learner:
+            if any(isinstance(device, int) for device in plan.shared_devices):
+                # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
+                await workers.all_ready()
+            await workers.start_learner()
+        await workers.wait_until_up(may_servers_be_late=has_learner)
         yield workers
 
 
-@contextlib.asynccontextmanager
-async def started_engines(
-    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
-) -> AsyncIterator[Workers]:
-    """Start only the engines of `plan`, enough to play, not to learn; see `started_workers`."""
-    async with Workers(plan, logs, say, is_restart) as workers:
-        await workers.start_engines()
-        await workers.wait_until_up()
-        yield workers
+started_engines = partial(started_workers, has_learner=False)
 
 
 async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:

@@ -50,20 +50,14 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
         yield "isolated", f"{', '.join(isolated)}: in processes that can be killed"
     for env_id, spec in specs.items():
         if not probe(env_id, spec.num_players, spec.observation, spec.env_kwargs).is_repeatable:
-            yield (
-                "warning",
-                (
-                    f"{env_id}: two games with the same seed began differently (by a clock, a random source of its own "
-                    "or something that a game leaves behind), so no run repeats its games"
-                ),
-            )
+            cause = "by a clock, a random source of its own or something that a game leaves behind"
+            text = f"two games with the same seed began differently ({cause}), so no run repeats its games"
+            yield "warning", f"{env_id}: {text}"
         elif depends_on_hash_seed(env_id, spec.num_players, spec.env_kwargs):
             cost = "so it is isolated with a fixed one: a turn takes about 0.1 ms longer, and a process about 55 MB"
             why = cost if env_id in isolated else "so no run repeats its games: remove isolated = false"
-            yield (
-                "hash seed" if env_id in isolated else "warning",
-                f"{env_id}: its games depend on the hash seed, {why}",
-            )
+            kind = "hash seed" if env_id in isolated else "warning"
+            yield kind, f"{env_id}: its games depend on the hash seed, {why}"
         if (unseen := trial(spec).unseen) is not None:
             yield "rewards not seen", f"{env_id}: {unseen}"
     for env_id, questions in question_files(config).items():

@@ -51,7 +51,7 @@ SHARING = {
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Oldest GPU driver for each major version of CUDA (NVIDIA's release notes of CUDA, "minor version compatibility")."""
-NCCL_BYTES = 1 << 30
+NCCL_BYTES = GIB
 """Shared memory of processes that divide a model or a batch, so that they can talk; Docker's default is 64 MB."""
 
 Devices = tuple[int | str, ...]
@@ -371,7 +371,7 @@ def _driver_problems() -> Iterator[str]:
 def _too_little_shared_memory(needed: int, who_needs: str) -> Iterator[str]:
     size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     if size < needed:
-        gib = -(-needed // (1 << 30))
+        gib = -(-needed // GIB)
         yield (
             f"{SHARED_MEMORY} has {size / 1e6:.0f} MB, but {who_needs} up to {needed / 1e6:.0f} MB there; start the "
             f"container with --shm-size={gib}g (Kubernetes: mount an emptyDir with medium Memory at {SHARED_MEMORY})"
