@@ -233,10 +233,7 @@ def plan_game(
     overrides: Sequence[str],
     trusts_config: bool = False,
 ) -> EvaluationPlan:
-    """Plan the first of `models` against the second, or against itself; the rest as in `plan_evaluation`.
-
-    Raises ConfigError.
-    """
+    """Plan the first of `models` against the second, or against itself; the rest as in `plan_evaluation`."""
     if len(models) > 2:
         raise ConfigError(f"a game takes at most two models, got {len(models)}: {', '.join(models)}")
     if config is None and (run := find_run(models)) is not None:

@@ -61,12 +61,6 @@ def worker_rules(config: Config) -> Iterator[str]:
     yield from _uid_rules(config)
 
 
-def run_rules(config: Config) -> Iterator[str]:
-    """Yield each further reason why a run cannot train with these keys."""
-    yield from training_rules(config)
-    yield from _loss_rules(config)
-
-
 def training_rules(config: Config) -> Iterator[str]:
     """Yield each reason why a learner cannot train on the samples, or label the results. Not for an evaluation."""
     if config.engine.temperature < LEAST_TEMPERATURE:
@@ -215,7 +209,7 @@ def _uid_rules(config: Config) -> Iterator[str]:
                 yield f"rewards: {entry.name}: {option} = {value!r} is the uid of no opponent; {hint}"
 
 
-def _loss_rules(config: Config) -> Iterator[str]:
+def loss_rules(config: Config) -> Iterator[str]:
     """Yield each reason why the learner's loss or schedule cannot be as these keys say."""
     learner, steps, name = config.learner, config.run.learning_steps, config.algorithm
     if config.lora.lora_dropout and name in LEARNERS:  # `sft` and custom algorithms may use it

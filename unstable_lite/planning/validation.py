@@ -32,7 +32,7 @@ from unstable_lite.planning.defaults import resolve_defaults
 from unstable_lite.planning.envs import context_problems, exact_envs, question_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import machine_problems, place
-from unstable_lite.planning.rules import engine_rules, run_rules, worker_rules
+from unstable_lite.planning.rules import engine_rules, loss_rules, training_rules, worker_rules
 from unstable_lite.plugins import suggestion
 
 ENGINE_KINDS = ("auto", "vllm", "transformers", VLLM_SERVER, "scripted")
@@ -51,7 +51,8 @@ def find_problems(config: Config, copies: Path | None = None) -> list[str]:
         *find_worker_problems(config),
         *frozen_problems(frozen_adapters(config), config, copies),
         *_directory_problems(config),
-        *run_rules(config),
+        *training_rules(config),
+        *loss_rules(config),
     ]
     return problems or [*place(resolve_defaults(config)).problems(), *context_problems(config)]
 
@@ -223,16 +224,12 @@ def _env_problems(config: Config) -> Iterator[str]:
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
         # Frozen players play in all envs.
-        for name in _opponents(config, spec):
+        opponents: Iterable[str] = training_opponents(config).get(spec.env_id, ())
+        if isinstance(spec, EvalEnvSpec):
+            opponents = [spec.fixed_opponent] * (spec.num_players > 1)
+        for name in opponents:
             if not is_frozen(name) and (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
-
-
-def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
-    """Return the fixed opponents that may play in this env."""
-    if spec.num_players == 1:
-        return ()
-    return (spec.fixed_opponent,) if isinstance(spec, EvalEnvSpec) else training_opponents(config).get(spec.env_id, ())
 
 
 def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:

@@ -76,11 +76,6 @@ class SampledPolicy:
         """Mean share of answers that are not legal, over the decision states."""
         return float(np.mean([counts[:, -1].sum() / counts.sum() for counts in self.counts_2O]))
 
-    @property
-    def shows_legal_play(self) -> bool:
-        """Whether each half has a legal answer in every decision state; else the choice there is unknown."""
-        return all(counts[:, :-1].any(axis=1).all() for counts in self.counts_2O)
-
     def halves(self) -> tuple[Policy, Policy]:
         """Return the shares of the legal actions in each half; the rest are other answers."""
         first, second = ([_shares(counts[half]) for counts in self.counts_2O] for half in (0, 1))
@@ -89,10 +84,10 @@ class SampledPolicy:
     def metrics(self) -> dict[str, float]:
         """Return both exploitabilities with their intervals, and `rest`, the share of other answers.
 
-        That of the legal answers is left out unless they show it.
+        That of the legal answers is left out unless each half has one in every decision state.
         """
         found = {"exploitability": self.exploitability()}
-        if self.shows_legal_play:
+        if all(counts[:, :-1].any(axis=1).all() for counts in self.counts_2O):
             found["exploitability_legal"] = self.exploitability(_legal_shares)
         ends = ("", "_low", "_high")
         metrics = {f"{name}{end}": x for name, each in found.items() for end, x in zip(ends, each, strict=True)}

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
@@ -230,10 +232,7 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._results = {
-            env_id: {uid: (points, games) for uid, (points, games) in in_env.items()}
-            for env_id, in_env in state["results"].items()
-        }
+        self._results = msgspec.convert(state["results"], dict[str, dict[str, tuple[float, float]]])
 
 
 class MixtureModelSampler(BaseModelSampler):
