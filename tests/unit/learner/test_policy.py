@@ -20,7 +20,6 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.base_model import choose_dtype
@@ -39,57 +38,14 @@ def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:
     return [logp_TV[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(COMPLETION)]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature_divides_the_logits(make_learner, temperature):
-    policy = make_learner(engine={"temperature": temperature}).policy
+def test_scores_are_those_of_the_model_with_and_without_its_adapter(make_learner):
+    policy = make_learner(engine={"temperature": 2.0}).policy
     (scored,) = policy.score([ITEM])
     assert scored.adapter.dtype == scored.base.dtype == np.float32
-    assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+    assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, 2.0), abs=1e-4)
     with policy.model.disable_adapter():
-        assert scored.base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+        assert scored.base == pytest.approx(logprobs_by_transformers(policy.model, 2.0), abs=1e-4)
     assert np.abs(scored.adapter - scored.base).max() > 0.01
-
-
-@pytest.mark.parametrize("chunk_tokens", [2, 4096])
-def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner, chunk_tokens, monkeypatch):
-    monkeypatch.setitem(LOGITS_CHUNK_TOKENS, False, chunk_tokens)
-    learner = make_learner(engine={"temperature": 0.7}, learner={"entropy_coefficient": 0.1})
-    policy = learner.policy
-    (batch,) = policy.micro_batches([ITEM])
-    parameters = list(policy.parameters.values())
-    logp_N, entropy_N = policy.logprobs(batch)
-    tokens = torch.tensor([*PROMPT, *COMPLETION])[None].long()
-    logits_NV = policy.model(input_ids=tokens).logits[0, len(PROMPT) - 1 : -1].double() / 0.7
-    expected_NV = logits_NV.log_softmax(-1)
-    pairs = [(logp_N, expected_NV[range(3), COMPLETION]), (entropy_N, -(expected_NV.exp() * expected_NV).sum(-1))]
-    weight_N = torch.tensor([1.0, -2.0, 0.5])
-    for ours_N, theirs_N in pairs:
-        assert torch.allclose(ours_N.double(), theirs_N, atol=1e-4)
-        ours = torch.autograd.grad(ours_N @ weight_N, parameters, retain_graph=True)
-        theirs = torch.autograd.grad(theirs_N @ weight_N.double(), parameters, retain_graph=True)
-        largest = max(gradient.abs().max().item() for gradient in theirs)
-        assert largest > 1e-3
-        for our_gradient, their_gradient in zip(ours, theirs, strict=True):
-            assert torch.allclose(our_gradient, their_gradient, atol=1e-4 * largest)
-
-
-def test_token_outside_the_vocabulary_is_refused(make_learner):
-    with pytest.raises(RequestError, match="token id 300"):
-        make_learner().policy.score([replace(ITEM, completion_ids=np.array([1, 300, 1], np.int32))])
-
-
-def test_batched_scoring_equals_scoring_each_item_alone(make_learner, make_items):
-    policy = make_learner(learner={"max_tokens_per_micro_batch": 60}).policy
-    items = make_items(9)
-    passes: list[int] = []
-    policy._base.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    together = policy.score(items)
-    assert 2 < len(passes) < 2 * len(items), "each micro-batch takes one pass with the adapter and one without"
-    for item, scored in zip(items, together, strict=True):
-        (alone,) = policy.score([item])
-        assert scored.adapter == pytest.approx(alone.adapter, abs=1e-5)
-        assert scored.base == pytest.approx(alone.base, abs=1e-5)
-        assert len(scored.adapter) == len(item.completion_ids)
 
 
 SMALL = {
@@ -115,6 +71,7 @@ EXPERTS = {**SMALL, "num_local_experts": 4}
 RANDOM_IN_TRAINING = {
     "phimoe-sparsemixer": transformers.PhimoeConfig(**EXPERTS, sliding_window=None),
     "mixtral-jitter": transformers.MixtralConfig(**EXPERTS, router_jitter_noise=0.3),
+    "dropout": transformers.Qwen3Config(**SMALL, attention_dropout=0.5),
 }
 
 
@@ -169,16 +126,6 @@ def test_unknown_head_is_refused(make_config, monkeypatch):
             Policy(make_config(learner={"dtype": dtype}), "cpu")
 
 
-def test_base_dropout_is_off_during_training(make_config, model_path, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, attention_dropout=0.5)
-    model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.5
-    policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
-    tokens = torch.arange(20)[None]
-    assert policy._base.model.layers[0].training
-    assert torch.equal(policy._decoded(tokens), policy._decoded(tokens))
-
-
 @pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
 def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, make_items, tmp_path, name):
     torch.manual_seed(0)
@@ -211,19 +158,13 @@ def test_unknown_layers_are_in_training_mode_as_a_whole(make_config, monkeypatch
     assert all(module.training for module in policy.model.modules())
 
 
-@pytest.mark.parametrize(("is_on", "forwards"), [(True, 2), (False, 1)])
-def test_checkpointing_recomputes_activations(make_learner, make_items, is_on, forwards):
-    learner = make_learner(learner={"activation_checkpointing": is_on})
-    calls = []
-    learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    learner.add_gradient(make_items(3))
-    assert len(calls) == forwards
-
-
-def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner, make_items):
+def test_checkpointing_recomputes_activations_and_changes_no_bit_on_the_cpu(make_learner, make_items):
     recomputed, kept = (make_learner(learner={"activation_checkpointing": is_on}) for is_on in (True, False))
-    for learner in (recomputed, kept):
+    for learner, forwards in ((recomputed, 2), (kept, 1)):
+        calls: list[int] = []
+        learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         assert learner.update(make_items(6), 1).skipped is None
+        assert len(calls) == forwards
     for name, parameter in kept.training.parameters.items():
         assert torch.equal(parameter, recomputed.training.parameters[name]), name
 
@@ -251,14 +192,6 @@ def test_impossible_lora_target_is_named(make_config, target, error, says):
         Policy(make_config(lora={"target_modules": ["q_proj", target]}), "cpu")
 
 
-@pytest.mark.parametrize("content", [None, "{}", '{"model_type": "resnet"}'])
-def test_invalid_model_directory_is_named(make_config, tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=str(tmp_path)):
-        Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
-
-
 def test_seed_determines_the_fresh_adapter(make_config):
     config = make_config()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
@@ -269,7 +202,9 @@ def test_seed_determines_the_fresh_adapter(make_config):
     assert not torch.equal(first, different)
 
 
-def test_written_adapter_loads_in_peft_with_equal_logits(make_learner, model_path, tmp_path):
+def test_written_adapter_loads_in_peft_with_equal_logits_and_has_the_fields_that_vllm_needs(
+    make_learner, model_path, tmp_path
+):
     policy = make_learner().policy
     peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     assert {path.name for path in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -278,10 +213,6 @@ def test_written_adapter_loads_in_peft_with_equal_logits(make_learner, model_pat
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(input_ids=tokens).logits, policy.model.eval()(input_ids=tokens).logits)
-
-
-def test_written_adapter_has_the_fields_that_vllm_needs(make_learner, model_path, tmp_path):
-    peft_files.write_adapter(tmp_path / "v1", *make_learner(learner={"dtype": "bfloat16"}).policy.adapter_state())
     config = json.loads((tmp_path / "v1/adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "base_model_name_or_path": str(model_path), "r": 4, "lora_alpha": 8}
     expected |= {"bias": "none", "use_dora": False, "modules_to_save": None, "exclude_modules": None}
@@ -290,7 +221,6 @@ def test_written_adapter_has_the_fields_that_vllm_needs(make_learner, model_path
     tensors = safetensors.torch.load_file(tmp_path / "v1/adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
 def test_writing_an_adapter_is_all_or_nothing(make_learner, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 import msgspec
@@ -23,11 +24,9 @@ from unstable_lite.transport.messages import (
     Updated,
 )
 from unstable_lite.types import (
-    Forced,
     Generation,
     LearnerLogprobs,
     Logprobs,
-    StepContext,
     TokenIds,
     TrainItem,
     number_format,
@@ -40,43 +39,36 @@ _anything = st.recursive(
 )
 
 
+_plain: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(),
+    str: st.text(),
+    bytes: st.binary(),
+    NoneType: st.none(),
+    Any: _anything,
+    TokenIds: st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda ids: np.array(ids, np.int32)),
+    Logprobs: st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32)),
+}
+
+
 def _values(hint: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for any value that a field of this type may hold."""
-    if hint == TokenIds:
-        return st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda ids: np.array(ids, np.int32))
-    if hint == Logprobs:
-        return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint in _plain:
+        return _plain[hint]
     if is_dataclass(hint) or _is_struct(hint):
         return _instances(hint)
-    if hint in (StepContext | None, Logprobs | None, TokenIds | None, Forced | None, tuple[str, ...] | None):
-        return st.none() | _values(get_args(hint)[0])
-    if hint == tuple[str, ...]:
-        return st.lists(st.text()).map(tuple)
-    if hint == tuple[float, ...]:
-        return st.lists(st.floats(allow_nan=False)).map(tuple)
-    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
-        return st.tuples(*map(_values, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return st.lists(_values(get_args(hint)[0]), max_size=3).map(tuple)
-    if hint == dict[str, float]:
-        return st.dictionaries(st.text(), st.floats())
-    if hint == dict[str, Any]:
-        return st.dictionaries(st.text(), _anything)
-    if hint == dict[str, int]:
-        return st.dictionaries(st.text(), st.integers(0, 2**63 - 1))
-    plain: dict[Any, st.SearchStrategy[Any]] = {
-        bool: st.booleans(),
-        int: st.integers(-(2**63), 2**63 - 1),
-        float: st.floats(),
-        str: st.text(),
-        bytes: st.binary(),
-        str | None: st.none() | st.text(),
-        int | None: st.none() | st.integers(0, 2**63 - 1),
-        float | None: st.none() | st.floats(allow_nan=False),
-    }
-    if hint in plain:
-        return plain[hint]
-    return st.sampled_from(get_args(hint))  # a Literal
+    if kind is tuple and Ellipsis in inner:
+        return st.lists(_values(inner[0]), max_size=3).map(tuple)
+    if kind is tuple:
+        return st.tuples(*map(_values, inner))
+    if kind is dict:
+        return st.dictionaries(*map(_values, inner))
+    if kind is Literal:
+        return st.sampled_from(inner)
+    assert kind in (Union, UnionType), hint
+    return st.one_of(*map(_values, inner))
 
 
 def _is_struct(cls: Any) -> bool:
