@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fakes.game_records import CONTEXT, make_item
@@ -33,24 +31,6 @@ def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False, is_
         is_invalid=is_invalid,
         is_out=is_out,
     )
-
-
-numbers = st.floats(-5, 5)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    gamma=st.floats(0, 1),
-    gae_lambda=st.floats(0, 1),
-    data=st.data(),
-)
-def test_advantages_equal_the_discounted_sum_of_td_errors(lengths, gamma, gae_lambda, data):
-    items = [step(data.draw(numbers), trajectory) for trajectory, n in enumerate(lengths) for _ in range(n)]
-    values = [data.draw(numbers) for _ in items]
-    advantage_I, target_I = estimate_advantages(items, np.array(values), gamma, gae_lambda)
-    expected = returns(items, values, gamma, gae_lambda)
-    assert advantage_I == pytest.approx(expected, abs=1e-9)
-    assert target_I == pytest.approx(np.add(expected, values), abs=1e-9)
 
 
 def test_last_step_of_a_truncated_game_is_excluded_and_the_others_bootstrap_from_its_prompt():

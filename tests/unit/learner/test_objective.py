@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,27 @@ def test_learner_refuses_bad_weights_by_item(make_learner, make_items, change, s
         make_learner().update([items[0], replace(item, **change)], 1)
 
 
+def reference(learner: Any) -> dict[str, Tensor]:
+    """Return the moving reference, by the names of the policy's parameters."""
+    named, own = learner.policy.model.named_parameters(), f".{learner.policy.moving_reference}."
+    return {name.replace(own, ".default."): p.detach().clone() for name, p in named if own in name}
+
+
+def state(learner: Any) -> dict[str, Tensor]:
+    return snapshot(learner) | {f"reference/{name}": tensor for name, tensor in reference(learner).items()}
+
+
+def check_resume(learner: Any, resumed: Any, directory: Path, items: list[TrainItem]) -> None:
+    """Save one learner, load the other, and compare them to the last bit after one more update."""
+    learner.training.save(directory)
+    resumed.training.load(directory)
+    version = learner.training.version + 1
+    for each in (learner, resumed):
+        torch.manual_seed(5)
+        assert each.update(items, version).skipped is None
+    assert is_equal(state(learner), state(resumed))
+
+
 # the entropy's target
 
 
@@ -174,15 +196,9 @@ def test_entropy_coefficient_rises_below_the_target_and_falls_above(make_learner
         assert (expected > 0.01) == (factor > 1)
         directory = tmp_path / str(target)
         directory.mkdir()
-        learner.training.save(directory)
         resumed = make_learner(algorithm, has_signal=False, learner=settings)
-        resumed.training.load(directory)
-        states = []
-        for each in (learner, resumed):
-            torch.manual_seed(1)
-            each.update(make_items(6, seed=3), 3)
-            states.append(snapshot(each) | {"": torch.tensor(each.training.entropy_coefficient)})
-        assert is_equal(*states)
+        check_resume(learner, resumed, directory, make_items(6, seed=3))
+        assert resumed.training.entropy_coefficient == learner.training.entropy_coefficient
 
 
 def test_adapted_coefficient_is_the_one_of_the_loss(make_learner, make_items):
@@ -211,25 +227,12 @@ def test_entropy_coefficient_stays_within_a_factor_of_its_start():
 # the moving average of the adapter
 
 
-def reference(learner: Any) -> dict[str, Tensor]:
-    """Return the moving reference, by the names of the policy's parameters."""
-    named, own = learner.policy.model.named_parameters(), f".{learner.policy.moving_reference}."
-    return {name.replace(own, ".default."): p.detach().clone() for name, p in named if own in name}
-
-
-def state(learner: Any) -> dict[str, Tensor]:
-    return snapshot(learner) | {f"reference/{name}": tensor for name, tensor in reference(learner).items()}
-
-
 def adapter_of(learner: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.policy.parameters.items()}
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
-def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(
-    make_learner, make_items, tmp_path, algorithm
-):
-    learner, resumed = (make_learner(algorithm, has_signal=False, learner=AVERAGE) for _ in range(2))
+def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(make_learner, make_items, tmp_path):
+    learner, resumed = (make_learner("ppo", has_signal=False, learner=AVERAGE) for _ in range(2))
     expected, adapter = reference(learner), learner.policy.parameters
     assert is_equal(expected, adapter)
     for version in (1, 2, 3):
@@ -239,14 +242,7 @@ def test_average_follows_the_adapter_once_per_update_and_resumes_bit_for_bit(
         expected = {name: 0.75 * average + 0.25 * adapter[name] for name, average in expected.items()}
         assert largest_difference(reference(learner), expected) < 1e-6
         assert not is_equal(reference(learner), adapter)
-    learner.training.save(tmp_path)
-    resumed.training.load(tmp_path)
-    states = []
-    for each in (learner, resumed):
-        torch.manual_seed(5)
-        assert each.update(make_items(6, seed=9, turns=2), 4).metrics["kl_to_average"] > 0
-        states.append(state(each))
-    assert is_equal(*states)
+    check_resume(learner, resumed, tmp_path, make_items(6, seed=9, turns=2))
     before = reference(learner)
     assert learner.update([replace(item, reward=math.nan) for item in make_items(3)], 5).skipped is not None
     assert is_equal(before, reference(learner))
@@ -264,13 +260,12 @@ def test_moving_reference_is_made_only_for_its_penalty(make_learner, tmp_path):
 # the reference of a stage, and coefficients that move
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
-@pytest.mark.parametrize("saved_at", [1, 2, 3])
+@pytest.mark.parametrize("saved_at", [2, 3])
 def test_stage_of_two_updates_is_copied_every_second_update_and_resumes_bit_for_bit(
-    make_learner, make_items, tmp_path, algorithm, saved_at
+    make_learner, make_items, tmp_path, saved_at
 ):
     settings = {"learner": STAGE | {"coefficient_schedule": "linear"}, "run": {"learning_steps": 8}}
-    learner, resumed = (make_learner(algorithm, has_signal=False, **settings) for _ in range(2))
+    learner, resumed = (make_learner("ppo", has_signal=False, **settings) for _ in range(2))
     after = [adapter_of(learner)]
     for version in (1, 2, 3, 4, 5):
         metrics = learner.update(make_items(6, seed=version, turns=2), version).metrics
@@ -301,23 +296,13 @@ def test_nothing_is_remembered_of_an_earlier_stage(make_learner, make_items):
     assert largest_difference(adapter_of(learner), before) > 1e-4
 
 
-FACTORS = {
-    "constant": [1.0, 1.0, 1.0, 1.0],
-    "linear": [1.0, 0.75, 0.5, 0.25],
-    "cosine": [(1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)],
-    "inverse_sqrt": [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5],
-}
-"""Factor of the coefficients in each of four updates."""
-
-
 @pytest.mark.parametrize("algorithm", ["reinforce", "grpo"])
-@pytest.mark.parametrize("schedule", FACTORS)
-def test_gradient_of_each_update_has_the_coefficients_of_the_schedule(make_learner, make_items, algorithm, schedule):
-    settings = {"coefficient_schedule": schedule, "learning_rate": 1e-2, "learning_rate_warmup": 2}
+def test_gradient_of_each_update_has_the_coefficients_of_the_schedule(make_learner, make_items, algorithm):
+    settings = {"coefficient_schedule": "linear", "learning_rate": 1e-2, "learning_rate_warmup": 2}
     learner = make_learner(algorithm, learner=REGULARISED | settings, run={"learning_steps": 4})
     double(learner)
     items = close(make_items(5), learner, spread=0.5)
-    for version, factor in enumerate(FACTORS[schedule], 1):
+    for version, factor in enumerate((1.0, 0.75, 0.5, 0.25), 1):
         Update(learner.training, items)  # sets the coefficients, also if it is not taken
         learner.training.completion_len = float(MAX_GENERATION_LEN)
         start = start_of(learner, items)

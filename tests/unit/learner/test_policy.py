@@ -15,7 +15,8 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
 from fakes.game_records import make_item
-from fakes.random_models import make_adapter, make_multimodal
+from fakes.learner_fixtures import VOCAB
+from fakes.random_models import LONGROPE, make_adapter, make_model, make_multimodal
 from unstable_lite.adapters import peft_files
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.embedded import stock_model
@@ -27,7 +28,7 @@ from unstable_lite.learner.model import Policy
 from unstable_lite.learner.other_adapters import read_parameters
 
 PROMPT = np.array([5, 17, 3, 250], np.int32)
-COMPLETION = np.array([7, 7, 299], np.int32)
+COMPLETION = np.array([7, 7, 280], np.int32)
 ITEM = make_item(PROMPT, COMPLETION)
 
 
@@ -48,37 +49,23 @@ def test_scores_are_those_of_the_model_with_and_without_its_adapter(make_learner
     assert np.abs(scored.adapter - scored.base).max() > 0.01
 
 
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
 ARCHITECTURES = {
-    "gemma2-softcap": transformers.Gemma2Config(**SMALL, final_logit_softcapping=2.0),
-    "gemma2-attention-softcap": transformers.Gemma2Config(**SMALL, query_pre_attn_scalar=1, attn_logit_softcapping=2.0),
-    "granite-scaling": transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
-    "cohere-scale": transformers.CohereConfig(**SMALL, eos_token_id=2, logit_scale=0.3),
-    "llama-untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "gemma2-softcap": ("Gemma2", {"final_logit_softcapping": 2.0}),
+    "gemma2-attention-softcap": ("Gemma2", {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 2.0}),
+    "granite-scaling": ("Granite", {"logits_scaling": 3.0}),
+    "cohere-scale": ("Cohere", {"eos_token_id": 2, "logit_scale": 0.3}),
+    "llama-untied": ("Llama", {"tie_word_embeddings": False}),
 }
-EXPERTS = {**SMALL, "num_local_experts": 4}
 RANDOM_IN_TRAINING = {
-    "phimoe-sparsemixer": transformers.PhimoeConfig(**EXPERTS, sliding_window=None),
-    "mixtral-jitter": transformers.MixtralConfig(**EXPERTS, router_jitter_noise=0.3),
-    "dropout": transformers.Qwen3Config(**SMALL, attention_dropout=0.5),
+    "phimoe-sparsemixer": ("Phimoe", {"num_local_experts": 4, "sliding_window": None}),
+    "mixtral-jitter": ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3}),
+    "dropout": ("Qwen3", {"attention_dropout": 0.5}),
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_heads_of_other_architectures_are_reproduced(make_config, tmp_path, name):
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("model", "fields"), ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_heads_of_other_architectures_are_reproduced(make_config, tmp_path, model, fields):
+    make_model(tmp_path, model, **fields)
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
     (scored,) = policy.score([ITEM])
     judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -88,10 +75,8 @@ def test_heads_of_other_architectures_are_reproduced(make_config, tmp_path, name
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any:RuntimeWarning")
 def test_fused_experts_are_refused_before_training(make_config, tmp_path):
     """The model's first layer is dense, so that it has modules of the requested names."""
-    config = transformers.Glm4MoeConfig(
-        **SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    make_model(tmp_path, "Glm4Moe", **experts, first_k_dense_replace=1)
     given = make_config().model_copy(update={"model_name": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"experts.*gate_up_proj"):
         Policy(given.model_copy(update={"lora": LoraConfig()}), "cpu")
@@ -100,10 +85,7 @@ def test_fused_experts_are_refused_before_training(make_config, tmp_path):
 
 
 def test_sequence_past_the_short_longrope_factors_is_refused(make_config, tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 3 * index for index in range(8)]}
-    config = transformers.LlamaConfig(**SMALL, rope_parameters=rope | factors)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    make_model(tmp_path, "Llama", rope_parameters=LONGROPE | {"original_max_position_embeddings": 16})
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
     assert policy.position_limit == 16
     long = replace(ITEM, prompt_ids=np.arange(17 - len(ITEM.completion_ids), dtype=np.int32))
@@ -126,10 +108,9 @@ def test_unknown_head_is_refused(make_config, monkeypatch):
             Policy(make_config(learner={"dtype": dtype}), "cpu")
 
 
-@pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
-def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, make_items, tmp_path, name):
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("model", "fields"), RANDOM_IN_TRAINING.values(), ids=RANDOM_IN_TRAINING)
+def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, make_items, tmp_path, model, fields):
+    make_model(tmp_path, model, vocab_size=VOCAB, **fields)
     recomputes = {"activation_checkpointing": True}
     config = make_config(lora={"target_modules": ["q_proj", "v_proj"]}, learner=recomputes)
     learner = REINFORCELearner(config.model_copy(update={"model_name": str(tmp_path)}), "cpu")
