@@ -77,7 +77,7 @@ CAPPED = [
 CLIP_HIGHER = {"clip_range": 0.1, "clip_range_high": 0.4}
 REGULARISED = {"entropy_coefficient": 0.3, "kl_coefficient": 0.5}
 FORMULAS: list[tuple[str, dict[str, Any], bool]] = [
-    ("reinforce", {"activation_checkpointing": True}, False),
+    ("reinforce", {"activation_checkpointing": True, "entropy_coefficient": 0.3}, False),
     *((algorithm, settings, False) for algorithm in ("reinforce", "a2c") for settings in CAPPED),
     *((algorithm, CLIP_HIGHER, False) for algorithm in CLIPPED),
     *((algorithm, CLIP_HIGHER | {"importance_weight_level": "sequence"}, False) for algorithm in CLIPPED),

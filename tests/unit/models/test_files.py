@@ -21,6 +21,7 @@ CHATML = (
 )
 DENSE = {"num_hidden_layers": 3}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 CONFIG, GENERATION, UP = "tokenizer_config.json", "generation_config.json", "model.layers.1.mlp.up_proj.weight"
 
@@ -68,16 +69,21 @@ def eight_bits(model: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
+    edit(quantization_config={"quant_method": "fp8"})(model)
     tensors = load_file(model / WEIGHTS)
     save_file(tensors | {UP: tensors[UP].to(torch.float8_e4m3fn)}, model / WEIGHTS, {"format": "pt"})
+
+
+def integers(model: Path) -> None:
+    rewrite(model, lambda t: t.update({UP: t[UP].astype(np.int32)}))
 
 
 def shard(model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     (model / WEIGHTS).unlink()
     names = sorted(tensors)
-    places = {name: f"model-{1 + (index % 2):05}-of-00002.safetensors" for index, name in enumerate(names)}
-    for file in set(places.values()):
+    places = {name: (FIRST, SECOND)[index % 2] for index, name in enumerate(names)}
+    for file in (FIRST, SECOND):
         save_file({name: tensors[name] for name in names if places[name] == file}, model / file, {"format": "pt"})
     (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
@@ -98,6 +104,10 @@ def index_without_its_last(model: Path) -> None:
 
 def cut(file: str, size: int) -> Callable[[Path], Any]:
     return lambda model: (model / file).write_bytes((model / file).read_bytes()[:size])
+
+
+def rename(file: str, name: str) -> Callable[[Path], Any]:
+    return lambda model: (model / file).rename(model / name)
 
 
 def write(file: str, text: str) -> Callable[[Path], Any]:
@@ -163,21 +173,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "empty file": (cut(WEIGHTS, 0), WEIGHTS, "not an intact safetensors file"),
     "LFS pointer of the weights": (write(WEIGHTS, LFS), WEIGHTS, "git lfs pull"),
     "no weights": (lambda model: (model / WEIGHTS).unlink(), WEIGHTS, "has no"),
-    "weights as a pickle": (
-        lambda model: (model / WEIGHTS).rename(model / "pytorch_model.bin"),
-        "pytorch_model.bin",
-        "save it as safetensors",
-    ),
-    "shard is missing": (
-        shards_without(lambda model: (model / "model-00002-of-00002.safetensors").unlink()),
-        "model-00002-of-00002.safetensors",
-        "not there",
-    ),
+    "weights as a pickle": (rename(WEIGHTS, "pytorch_model.bin"), "pytorch_model.bin", "save it as safetensors"),
+    "shard is missing": (shards_without(lambda model: (model / SECOND).unlink()), SECOND, "not there"),
     "tensor is in no shard": (
-        shards_without(
-            lambda model: rewrite(model, lambda t: t.pop(min(t)) is None, "model-00001-of-00002.safetensors")
-        ),
-        "model.embed_tokens.weight in model-00001-of-00002.safetensors",
+        shards_without(lambda model: rewrite(model, lambda t: t.pop(min(t)) is None, FIRST)),
+        f"model.embed_tokens.weight in {FIRST}",
         "differ",
     ),
     "tensor is not in the index": (shards_without(index_without_its_last), INDEX, "model.norm.weight in model-0000"),
@@ -203,22 +203,14 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "model",
         "vocab_size = 280",
     ),
-    "8-bit weights without scales": (
-        lambda model: [edit(quantization_config={"quant_method": "fp8"})(model), eight_bits(model)],
-        UP,
-        "have no scale",
-    ),
+    "8-bit weights without scales": (eight_bits, UP, "have no scale"),
     "end token of another model": (edit(GENERATION, eos_token_id=[1, 151645]), GENERATION, "below vocab_size"),
     "begin token that the tokenizer has not": (
         edit(CONFIG, bos_token="<s>"),
         TOKENIZER,
         "has no '<s>', which tokenizer_config.json names",
     ),
-    "tokenizer of another library": (
-        lambda model: (model / TOKENIZER).rename(model / "tokenizer.model"),
-        "model",
-        "needs the package sentencepiece",
-    ),
+    "tokenizer of another library": (rename(TOKENIZER, "tokenizer.model"), "model", "needs the package sentencepiece"),
     "template is not UTF-8": (
         lambda model: (model / "chat_template.jinja").write_bytes(b"\xff{{ messages[0].content }}"),
         "chat_template.jinja",
@@ -226,11 +218,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "no default among several templates": (named_templates([{"name": "rag", "template": CHATML}]), CONFIG, "'default'"),
     "many layers too few": (edit(num_hidden_layers=1 << 40), "no layer 3", f"= {1 << 40}"),
-    "weight of integers": (
-        lambda model: rewrite(model, lambda t: t.update({UP: t[UP].astype(np.int32)})),
-        UP,
-        "are integers",
-    ),
+    "weight of integers": (integers, UP, "are integers"),
     "adapter beside the weights": (write("adapter_config.json", "{}"), "adapter_config.json", "holds an adapter"),
     "end token is text": (edit(GENERATION, eos_token_id=["<|end|>"]), GENERATION, "eos_token_id"),
     "unknown post-processor": (edit(TOKENIZER, post_processor={"type": "Nope"}), TOKENIZER, "not a tokenizer"),
