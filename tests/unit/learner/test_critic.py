@@ -1,4 +1,4 @@
-"""The input and the training of the critic, its independence from the policy, and the state of optimizers."""
+"""The input and the training of the critic, its independence from the policy, and moments in 8 bits."""
 
 import importlib.util
 from dataclasses import replace

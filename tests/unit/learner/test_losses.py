@@ -7,12 +7,17 @@ from unstable_lite.learner.losses import (
     clipped_loss,
     clipping_metrics,
     importance_metrics,
+    importance_weights,
     kl_estimates,
     kl_metrics,
     kl_penalty,
     mismatch_metrics,
     policy_gradient_loss,
 )
+
+
+def test_zero_behaviour_probability_is_capped():
+    assert importance_weights(torch.zeros(1), torch.tensor([-torch.inf]), cap=2.0).tolist() == [2.0]
 
 
 def test_factor_with_a_column_too_many_is_refused_and_not_broadcast():

@@ -1,4 +1,4 @@
-"""One REINFORCE update compared with its formula, and everything that must not change the update."""
+"""Metrics of a REINFORCE update, the learners that a config names, and algorithms whose result is refused."""
 
 import math
 import re
@@ -10,6 +10,7 @@ from fakes.unrolled import grads_of, mean_length
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import LEARNERS, load_learner
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.learner.batching import length
 
 
 @pytest.mark.parametrize("kept", [0, 5])
@@ -26,16 +27,16 @@ def test_items_that_an_algorithm_leaves_out_are_named(make_learner, make_items, 
 def test_gradient_norm_is_measured_before_clipping(make_learner, make_items):
     items = [replace(item, reward=100.0) for item in make_items()]
     tight, loose = make_learner(learner={"gradient_clipping": 1e-3}), make_learner(learner={"gradient_clipping": 1e9})
-    unclipped = make_learner()
-    unclipped.add_gradient(items)
-    norm = math.sqrt(sum(g.square().sum().item() for g in grads_of(unclipped.policy.parameters).values()))
+    loose.add_gradient(items)
+    norm = math.sqrt(sum(g.square().sum().item() for g in grads_of(loose.policy.parameters).values()))
     norm *= 16 / mean_length(items)  # the divisor is the first batch's mean length
     for learner in (tight, loose):
         assert learner.update(items, 1).metrics["policy_grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_staleness_is_mean_and_maximum_over_all_tokens(make_learner, make_items):
+def test_staleness_and_padding_are_those_of_all_tokens(make_learner, make_items):
     learner = make_learner()
+    learner.policy.layout = "rows"
     for version in (1, 2, 3):
         learner.update(make_items(seed=version), version)
     fresh, stale = make_items(2, adapter_version=3), make_items(1, seed=9, adapter_version=1)
@@ -43,6 +44,8 @@ def test_staleness_is_mean_and_maximum_over_all_tokens(make_learner, make_items)
     assert metrics["staleness_max"] == 2
     num_stale = len(stale[0].completion_ids)
     assert metrics["staleness_mean"] == pytest.approx(2 * num_stale / metrics["num_tokens"])
+    lengths = [length(item) for item in (*fresh, *stale)]
+    assert metrics["padding_share"] == pytest.approx(1 - sum(lengths) / (3 * max(lengths)))
 
 
 def test_learner_is_found_by_name_or_by_module_and_class(make_config, tmp_path, monkeypatch):
