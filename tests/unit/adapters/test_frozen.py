@@ -1,6 +1,5 @@
 """Names of frozen players, the adapters that they stand for, the best of a run, and the copies that a run keeps."""
 
-import errno
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from unstable_lite.adapters.frozen import (
     with_members,
 )
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
-from unstable_lite.errors import AdapterError, ConfigError, NoRoomError, UnstableError
+from unstable_lite.errors import AdapterError, ConfigError, UnstableError
 from unstable_lite.tracking.run_directory import to_toml
 
 ENVS = (("Nim-v0-train", "scripted:random"), ("TicTacToe-v0-train", "base"))
@@ -174,22 +173,6 @@ def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path, monkeypatch):
     files = {str(unfinished / file) for file in (CONFIG, WEIGHTS, "opponent.json")}
     assert files | {str(unfinished)} <= set(synced[:-1])
     assert (synced[0], synced[-1]) == (str(tmp_path / "run"), str(copies))
-
-
-def test_copy_for_which_the_disk_has_no_room_is_removed(tmp_path, monkeypatch):
-    name, copies = f"adapter:{write_adapter(tmp_path / 'a', small())}", tmp_path / "opponents"
-    copies.mkdir()
-    fsync = os.fsync
-
-    def fail_in_copies(descriptor: int) -> None:
-        if slug(name) in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fail_in_copies)
-    with pytest.raises(NoRoomError, match=f"cannot write {copies}.*Free some space"):
-        keep_copy(name, copies)
-    assert list(copies.iterdir()) == []
 
 
 def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path, monkeypatch):

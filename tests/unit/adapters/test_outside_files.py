@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import safetensors.numpy
+import torch
 
 from unstable_lite.adapters.peft_files import (
     CONFIG,
@@ -27,8 +29,14 @@ from unstable_lite.adapters.peft_files import (
 )
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
+from unstable_lite.engines.embedded import stock_model
+from unstable_lite.engines.lora import read_adapter
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.evaluation.models import find_models
+from unstable_lite.learner import training
+from unstable_lite.learner.model import Policy
+from unstable_lite.models import BUILTIN
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.planning.validation import adapter_problems, find_problems
 from unstable_lite.tracking.run_directory import LEAGUE, MANIFEST, WAITING, find_damage
 
@@ -55,8 +63,6 @@ def entry(start: int = 0, stop: int = 8, shape: Any = (2,), dtype: Any = "F32", 
 
 
 def test_adapter_written_by_peft_is_accepted(tmp_path):
-    import peft
-
     written = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
     written["auto_mapping"] = {"base_model_class": "X", "parent_library": "os"}  # as PEFT does without a task_type
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in written.items()}
@@ -84,7 +90,6 @@ def test_adapter_written_by_peft_is_accepted(tmp_path):
         ({"runs_this": {"module": "os"}}, "runs_this"),
         ({"r": 0}, r"\br = 0\b"),
         ({"r": True}, r"\br = True\b"),
-        ({"r": 4.5}, r"\br = 4\.5\b"),
         ({"r": 5000}, "rank 5000"),
         ({"r": 8}, "rank 8"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
@@ -225,14 +230,6 @@ def test_missing_target_modules_are_listed_in_the_error(tmp_path, targets):
 
 
 def test_learners_engines_and_evaluations_open_no_pickle(evil, tmp_path):
-    import torch
-
-    from unstable_lite.engines.embedded import stock_model
-    from unstable_lite.engines.lora import read_adapter
-    from unstable_lite.learner import training
-    from unstable_lite.learner.model import Policy
-    from unstable_lite.models import BUILTIN
-
     with pytest.raises(AdapterError, match=ADVICE):
         read_adapter(evil, 32)
     with pytest.raises(ConfigError, match=ADVICE):
@@ -280,10 +277,6 @@ def test_digest_covers_names_types_shapes_weights_and_scale(tmp_path):
 
 
 def test_learner_and_engine_compute_the_same_digest(tmp_path):
-    import torch
-
-    from unstable_lite.engines.lora import read_adapter
-
     tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in PAIR.items()}
     write_adapter(tmp_path / "v1", tensors, PLAIN)
     of_learner = digest_of(PLAIN, serialized(tensors))
@@ -291,8 +284,6 @@ def test_learner_and_engine_compute_the_same_digest(tmp_path):
 
 
 def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path):
-    from unstable_lite.engines.lora import read_adapter
-
     name = Q_PROJ.format("B")
     for weights in np.full((8, 4), np.nan, np.float32), np.full((8, 4), np.inf, np.float32), np.full((8, 4), 1e300):
         path = adapter(tmp_path, PAIR | {name: weights})
@@ -304,12 +295,6 @@ def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("where", ["engine", "tokenizer", "learner"])
 def test_code_in_a_model_runs_only_on_request(tmp_path, monkeypatch, where):
-    import torch
-
-    from unstable_lite.engines.embedded import stock_model
-    from unstable_lite.learner.model import Policy
-    from unstable_lite.models.tokenization import Tokenizer
-
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model, marker = tmp_path / f"model_{where}", tmp_path / "it ran"
     model.mkdir()

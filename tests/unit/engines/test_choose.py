@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from unstable_lite.config import Config
+from fakes.remote_engine import engine_spec
 from unstable_lite.engines import devices
 from unstable_lite.engines.base import load_engine
 from unstable_lite.engines.devices import choose_engine, count_gpus, resolve_devices
 from unstable_lite.errors import ConfigError
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.transport.worker_main import WorkerSpec
 
 
 @pytest.fixture
@@ -152,12 +151,7 @@ def test_engine_is_chosen_by_what_is_installed_or_refused(installed, versions, k
 @pytest.mark.parametrize("kind", ["auto", "transformers"])
 def test_check_warns_of_the_embedded_engine_on_a_gpu(gpus, installed, kind):
     def warnings(*engine_devices: int | str) -> list[str]:
-        config = Config.model_validate(
-            {
-                "engine": {"kind": kind, "devices": engine_devices},
-                "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
-            }
-        )
+        config = engine_spec(kind=kind, devices=engine_devices).config
         return [text for name, text in make_plan(config).describe() if name == "warning" and "vLLM" in text]
 
     gpus(1)
@@ -170,9 +164,5 @@ def test_check_warns_of_the_embedded_engine_on_a_gpu(gpus, installed, kind):
 
 
 def test_custom_engine_that_cannot_be_imported_is_named():
-    config = Config.model_validate(
-        {"engine": {"kind": "json:NoEngine"}, "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 2}]}
-    )
-    spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
     with pytest.raises(ConfigError, match=r"engine\.kind 'json:NoEngine'"):
-        load_engine(spec)
+        load_engine(engine_spec(kind="json:NoEngine"))

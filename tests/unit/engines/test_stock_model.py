@@ -173,21 +173,16 @@ def test_token_without_a_row_fails_its_request_alone(token_id, model_dir):
     assert len(generate(engine, 0)) == 1
 
 
-def test_memory_for_one_sequence_serves_one_by_one_and_less_is_refused_with_sizes(model_dir):
-    engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
-    assert engine.info["parallel_seq"] == 1
-    assert len(generate(engine, 0, 0, 0)) == 3
+def test_cache_takes_no_more_memory_than_configured_and_less_than_a_sequence_is_refused_with_sizes(model_dir):
+    sizes = {"max_model_len": 1024, "dtype": "float32", "max_parallel_seq": 16}
+    for kv_cache_gb, fewest, parallel in ((0.0011, 1, 1), (0.01, 8, 16), (0.05, 40, 16)):
+        engine = load(model_dir, kv_cache_gb=kv_cache_gb, **sizes)
+        assert engine._cache.key_LSHTD.nbytes + engine._cache.value_LSHTD.nbytes <= kv_cache_gb * 2**30
+        assert engine.info["parallel_seq"] + engine.info["kept_seq"] >= fewest
+        assert engine.info["parallel_seq"] <= parallel
+        assert len(generate(engine, 0, 0, 0)) == 3, "sequences that do not fit at once are served one after the other"
     with pytest.raises(ModelError, match=r"kv_cache_gb = 0\.0001.*max_model_len"):
-        load(model_dir, max_model_len=1024, kv_cache_gb=0.0001)
-
-
-@pytest.mark.parametrize(("kv_cache_gb", "fewest"), [(0.0011, 1), (0.01, 8), (0.05, 40)])
-def test_cache_takes_no_more_memory_than_configured(model_dir, kv_cache_gb, fewest):
-    engine = load(model_dir, max_model_len=1024, kv_cache_gb=kv_cache_gb, dtype="float32", max_parallel_seq=16)
-    cache = engine._cache
-    assert cache.key_LSHTD.nbytes + cache.value_LSHTD.nbytes <= kv_cache_gb * 2**30
-    assert engine.info["parallel_seq"] + engine.info["kept_seq"] >= fewest
-    assert engine.info["parallel_seq"] <= 16
+        load(model_dir, kv_cache_gb=0.0001, **sizes)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

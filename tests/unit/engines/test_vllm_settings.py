@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fakes.remote_engine import engine_spec
-from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.engines import vllm
 from unstable_lite.engines.vllm import engine_arguments
@@ -144,19 +143,10 @@ def test_unusable_server_config_is_reported(tmp_path, engine, says):
     assert problems_of_servers(kind="vllm") == []
 
 
-def config_of(**engine: Any) -> Config:
-    return Config.model_validate(
-        {
-            "engine": {"kind": "vllm-server"} | engine,
-            "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
-        }
-    )
-
-
 def test_check_finds_problems_and_describes_the_plan(tmp_path):
     with pytest.raises(ConfigError, match=r"engine\.urls is empty"):
-        make_plan(config_of(adapter_folder=tmp_path))
-    config = config_of(urls=URLS, adapter_folder=tmp_path)
+        make_plan(engine_spec(kind="vllm-server", adapter_folder=tmp_path).config)
+    config = engine_spec(kind="vllm-server", urls=URLS, adapter_folder=tmp_path).config
     assert find_problems(config) == []
     plan = make_plan(config)
     rows = dict(plan.describe())

@@ -14,23 +14,17 @@ from hypothesis import strategies as st
 from fakes.game_records import make_item
 from unstable_lite.errors import RequestError
 from unstable_lite.learner import batching
-from unstable_lite.learner.batching import MicroBatch, check, fit, length, make_micro_batches, whole_ids
+from unstable_lite.learner.batching import MicroBatch, check, fit, make_micro_batches, whole_ids
 from unstable_lite.types import Forced, TrainItem
 
 
 def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
-    ids, of = range(first_id, first_id + num_prompt + num_completion), float(first_id)
-    own = {"reward": of, "adapter_version": first_id, "trajectory": first_id}
-    return make_item(ids[:num_prompt], ids[num_prompt:], [-float(id) for id in ids[num_prompt:]], **own)
+    ids = range(first_id, first_id + num_prompt + num_completion)
+    return make_item(ids[:num_prompt], ids[num_prompt:])
 
 
 def forced(at: int, *ids: int) -> Forced:
     return Forced(at=at, ids=np.array(ids or [1], np.int32))
-
-
-def one_batch(items: Sequence[TrainItem], **options: Any) -> MicroBatch:
-    (batch,) = make_micro_batches(items, 10_000, None, **options)
-    return batch
 
 
 def read_until(batch: MicroBatch, position: int) -> list[int]:
@@ -53,47 +47,11 @@ def forests_cost_nothing() -> Iterator[None]:
 
 def test_rows_are_read_where_little_is_shared(monkeypatch):
     monkeypatch.setattr(batching, "FOREST_COST", 1.25)
-    lengths = (6, 10, 8)
-    for num_shared, is_forest in (
-        (1, False),
-        (2, False),
-        (3, True),
-        (5, True),
-    ):  # 2, 4, 6, 10 of 24 are repeated
-        items = [make_item([*range(num_shared), *[90 + n] * (n - num_shared - 1)], [1]) for n in lengths]
-        batch = one_batch(items)
+    for num_shared, is_forest in ((1, False), (2, False), (3, True), (5, True)):  # 2, 4, 6, 10 of 24 are repeated
+        items = [make_item([*range(num_shared), *[90 + n] * (n - num_shared - 1)], [1]) for n in (6, 10, 8)]
+        (batch,) = make_micro_batches(items, 10_000, None)
         assert (batch.forest is not None) == is_forest
         assert batch.tokens_BT.shape == ((1, 24 - 2 * num_shared) if is_forest else (3, 10))
-
-
-@pytest.mark.parametrize("layout", ["forest", "rows", "separate"])
-def test_only_completion_tokens_are_trained_from_the_position_before(layout):
-    batch = one_batch([item(3, 2, first_id=10), item(1, 1, first_id=50)], layout=layout)
-    is_forest = layout == "forest"
-    rows = [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
-    assert batch.tokens_BT.tolist() == ([[10, 11, 12, 13, 14, 50, 51]] if is_forest else rows)
-    assert batch.target_U.tolist() == [13, 14, 51]
-    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [12, 13, 50]
-    assert batch.behaviour_logp_N.tolist() == [-13, -14, -51]
-    assert batch.advantage_N.tolist() == [10, 10, 50]
-    assert batch.version_N.tolist() == [10, 10, 50]
-    assert (batch.num_padding, batch.num_computed) == (0 if is_forest else 3, 7)
-
-
-def test_forced_ids_are_read_in_their_place_and_never_trained():
-    rows = [replace(item(2, 2, first_id=10), forced=forced(at, 90, 91)) for at in (2, 1, 0)]
-    batch = one_batch([*rows, item(2, 2, first_id=50)], layout="rows")
-    assert [length(row) for row in rows] == [6, 6, 6]
-    assert batch.tokens_BT.tolist() == [
-        [10, 11, 12, 13, 90, 91],
-        [10, 11, 12, 90, 91, 13],
-        [10, 11, 90, 91, 12, 13],
-        [50, 51, 52, 53, 0, 0],
-    ]
-    assert batch.target_U.tolist() == [12, 13, 12, 13, 12, 13, 52, 53]
-    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [11, 12, 11, 91, 91, 12, 51, 52]
-    assert batch.num_padding == 2
-    assert fit(rows, max_train_len=5).num_dropped == 3
 
 
 SEQUENCES = st.lists(
@@ -108,24 +66,38 @@ SEQUENCES = st.lists(
 """Prompts, completions and forced ids over two tokens, so that nearly everything is shared."""
 
 
+def make_items(given: Sequence[Any]) -> list[TrainItem]:
+    """Return items with numbers of their own, so that a mixed-up one would show."""
+    items = []
+    for number, (prompt, completion, place) in enumerate(given):
+        own = {"reward": 1.0 + number, "adapter_version": number}
+        if place is not None:
+            own["forced"] = forced(min(place[0], len(completion)), *place[1])
+        items.append(make_item(prompt, completion, -number - np.arange(len(completion)) / 8, **own))
+    return items
+
+
 @given(given=SEQUENCES, max_tokens=st.integers(1, 60), max_rows=st.none() | st.integers(1, 3), ranks=st.integers(1, 3))
 @pytest.mark.parametrize("layout", ["forest", "rows", "separate"])
 @pytest.mark.parametrize("of_prompts", [False, True])
 def test_each_token_is_predicted_from_its_own_past_alone(layout, of_prompts, given, max_tokens, max_rows, ranks):
-    items = [make_item(prompt, completion) for prompt, completion, _ in given]
-    items = [
-        replace(one, forced=None if at is None else forced(min(at[0], len(one.completion_ids)), *at[1]))
-        for one, (*_, at) in zip(items, given, strict=True)
-    ]
-    limits, seen = (max_tokens, max_rows), list[int]()
+    items, limits = make_items(given), (max_tokens, max_rows)
+    seen, logprobs = list[int](), [torch.empty(0)] * len(items)
     for rank in range(ranks):
         for batch in make_micro_batches(items, *limits, (rank, ranks), layout=layout, of_prompts=of_prompts):
             seen += batch.rows
             own = [items[row] for row in batch.rows]
-            read = {(one.prompt_ids if of_prompts else whole_ids(one)).tobytes() for one in own}
+            every = [(one.prompt_ids if of_prompts else whole_ids(one)).tolist() for one in own]
+            read = every if layout == "separate" else [*map(list, {*map(tuple, every)})]
             assert len(read) == 1 or batch.tokens_BT.numel() <= max_tokens
-            assert max_rows is None or (len(own) if layout == "separate" else len(read)) <= max_rows
-            assert batch.num_tokens == sum(len(one.prompt_ids) if of_prompts else length(one) for one in own)
+            assert max_rows is None or len(read) <= max_rows
+            assert batch.num_tokens == sum(map(len, every))
+            if layout == "forest":  # no two tokens have the same past
+                pasts = {tuple(ids[: n + 1]) for ids in read for n in range(len(ids))}
+                assert len(pasts) == batch.num_computed == batch.tokens_BT.numel()
+            else:
+                assert batch.num_computed == sum(map(len, read))
+                assert batch.tokens_BT.shape == (len(read), max(map(len, read)))
             sources = batch.source_U[batch.index_N].tolist()
             if of_prompts:
                 for one, source in zip(own, sources, strict=True):
@@ -133,12 +105,15 @@ def test_each_token_is_predicted_from_its_own_past_alone(layout, of_prompts, giv
                 continue
             targets = batch.target_U[batch.index_N].tolist()
             assert targets == [token for one in own for token in one.completion_ids.tolist()]
-            pasts = [past for one in own for past in pasts_of(one)]
-            assert [read_until(batch, source) for source in sources] == pasts
-            if layout == "forest":  # no two tokens have the same past
-                every = {tuple(read_until(batch, position)) for position in range(batch.tokens_BT.numel())}
-                assert len(every) == batch.num_computed == batch.tokens_BT.numel()
+            assert [read_until(batch, source) for source in sources] == [past for one in own for past in pasts_of(one)]
+            numbers = [row for row, one in zip(batch.rows, own, strict=True) for _ in one.completion_ids]
+            assert batch.version_N.tolist() == numbers
+            assert batch.advantage_N.tolist() == [1 + number for number in numbers]
+            means = [one.logprobs.mean() for one in own for _ in one.completion_ids]
+            assert batch.sequence_mean(batch.behaviour_logp_N).tolist() == pytest.approx(means)
+            batch.scatter(batch.behaviour_logp_N, logprobs)
     assert sorted(seen) == list(range(len(items)))
+    assert of_prompts or [each.tolist() for each in logprobs] == [one.logprobs.tolist() for one in items]
 
 
 def pasts_of(one: TrainItem) -> list[list[int]]:
@@ -157,44 +132,8 @@ def test_overlong_steps_are_dropped_whole_and_counted():
     fitted = fit(items, max_train_len=5)
     assert fitted.items == [items[0], items[5]]
     assert (fitted.kept, fitted.num_dropped) == ([0, 5], 4)
+    assert fit([replace(items[0], forced=forced(1, 90))], max_train_len=5).num_dropped == 1
     assert fit(items, None).items == [*items[:4], items[5]]
-
-
-def test_items_of_the_same_tokens_are_computed_once():
-    early, later = (replace(item(3, 2), forced=forced(at, 90)) for at in (1, 2))
-    items = [item(3, 2), early, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
-    batch = one_batch([*items, item(2, 3)], layout="rows")
-    assert sorted(batch.tokens_BT.tolist()) == [[1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 90], [1, 2, 3, 4, 90, 5]]
-    assert sorted(batch.rows) == [0, 1, 2, 3, 4]
-    found = [torch.empty(0)] * 5
-    batch.scatter(batch.tokens_BT.flatten()[batch.source_U][batch.index_N], found)
-    assert [part.tolist() for part in found] == [[3, 4], [3, 90], [3, 4], [3, 4], [2, 3, 4]]
-    batch.scatter(batch.target_U[batch.index_N], found)
-    assert [part.tolist() for part in found] == [[4, 5], [4, 5], [4, 5], [4, 5], [3, 4, 5]]
-    batch.scatter(batch.behaviour_logp_N, found)
-    assert found[2].tolist() == [-8, -9]
-    batch.scatter(batch.advantage_N, found)
-    assert found[2].tolist() == [7, 7]
-    batch.scatter(batch.sequence_mean(batch.behaviour_logp_N), found)
-    assert [part[0].item() for part in found] == [-4.5, -4.5, -8.5, -4.5, -4]
-    assert (batch.num_tokens, batch.num_computed, batch.num_padding) == (27, 17, 1)
-    assert one_batch([*items, item(2, 3)]).num_computed == 8
-
-
-@pytest.mark.parametrize(
-    ("num_items", "median_completion"), [(32, 200), (384, 8), (384, 200), (384, 1000)], ids=lambda n: f"{n}"
-)
-def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items, median_completion):
-    """Prompts grow by the turn; answers vary as sampled ones do, most of them short and a few very long."""
-    rng = np.random.default_rng(0)
-    prompts = 150 + 40 * rng.integers(0, 12, num_items)
-    completions = rng.lognormal(np.log(median_completion), 0.8, num_items).clip(1, 4096).astype(int)
-    items = [item(int(p), int(c)) for p, c in zip(prompts, completions, strict=True)]
-    batches = make_micro_batches(items, max_tokens=16_384, max_rows=None, layout="rows")
-    padding = sum(batch.num_padding for batch in batches)
-    assert padding / sum(batch.tokens_BT.numel() for batch in batches) < 0.05
-    sizes = [batch.tokens_BT.numel() for batch in batches]
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @given(

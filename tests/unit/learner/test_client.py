@@ -1,5 +1,7 @@
 """The conversion of a buffer's batch for the learner."""
 
+import itertools
+
 from fakes.game_records import make_generation, make_step, make_trajectory
 from unstable_lite.learner.client import train_items
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
@@ -18,17 +20,14 @@ async def test_episodes_reach_the_learner_whole_in_turn_order():
     for game_idx in range(1, 6):
         buffer.add_player_trajectory(trajectory(game_idx, game_idx, float(game_idx)))
     items = train_items(await buffer.get_batch(15, 5))
-    games: dict[int, list[int]] = {}
-    for item in items:
-        games.setdefault(item.trajectory, []).append(int(item.prompt_ids[0]))
-        game_idx, turn = item.prompt_ids.tolist()
-        assert item.completion_ids.tolist() == [turn]
-        assert item.reward == (game_idx if turn == game_idx - 1 else 0.0)
-        assert item.adapter_version == game_idx
-    assert list(games) == sorted(games)
-    assert sorted(games.values()) == [[game_idx] * game_idx for game_idx in range(1, 6)]
-    turns = [int(item.prompt_ids[1]) for item in items]
-    assert turns == [turn for played in games.values() for turn in range(len(played))]
+    games = [[*items] for _, items in itertools.groupby(items, lambda item: item.trajectory)]
+    assert sorted(map(len, games)) == [1, 2, 3, 4, 5]
+    for game in games:
+        size, turns = len(game), [*range(len(game))]
+        assert [item.prompt_ids.tolist() for item in game] == [[size, turn] for turn in turns]
+        assert [item.completion_ids.tolist() for item in game] == [[turn] for turn in turns]
+        assert [item.reward for item in game] == [0.0] * (size - 1) + [size]
+        assert {item.adapter_version for item in game} == {size}
 
 
 async def test_single_steps_are_separate_trajectories():

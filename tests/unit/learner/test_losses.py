@@ -16,10 +16,8 @@ from unstable_lite.learner.losses import (
 )
 
 
-def test_zero_behaviour_probability_is_capped_and_nan_propagates():
-    weight_N = importance_weights(torch.zeros(2), torch.tensor([-torch.inf, torch.nan]), cap=2.0)
-    assert weight_N[0] == 2.0
-    assert weight_N[1].isnan()
+def test_zero_behaviour_probability_is_capped():
+    assert importance_weights(torch.zeros(1), torch.tensor([-torch.inf]), cap=2.0).tolist() == [2.0]
 
 
 def test_factor_with_a_column_too_many_is_refused_and_not_broadcast():
@@ -40,7 +38,6 @@ def test_metrics_match_their_definitions():
     assert metrics["importance_weight_mean"] == pytest.approx((2 + 1.6487213 + 1 + 1) / 4)
     mismatch = mismatch_metrics(logp_N[1:3], behaviour_N[1:3])
     assert mismatch == {"mismatch_mean": 0.25, "mismatch_max": 0.5, "mismatch_tokens": 2}
-    assert mismatch_metrics(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
     old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     metrics = clipping_metrics(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
     assert metrics["clip_fraction"] == 0.5

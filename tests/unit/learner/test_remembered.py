@@ -20,24 +20,15 @@ class Computed(list[int]):
         return [torch.from_numpy(item.completion_ids).float() for item in items]
 
 
-def test_equal_steps_are_computed_once() -> None:
-    one, other = (make_item(prompt_ids=np.arange(3), completion_ids=np.array([last])) for last in (7, 8))
-    known, compute = Remembered(), Computed()
-    for items in ([one, other, one], [other], [one, one]):
-        expected = [float(item.completion_ids[0]) for item in items]
-        assert [values.item() for values in known.of(items, compute)] == expected
-    assert compute == [2]
-
-
-def test_steps_of_equal_tokens_that_train_others_are_others() -> None:
+def test_equal_steps_are_computed_once_and_those_that_train_other_tokens_apart() -> None:
     ids = np.arange(6)
     items = [make_item(prompt_ids=ids[:n], completion_ids=ids[n:]) for n in (2, 3)]
     for at in (0, 1):
         forced = Forced(at=at, ids=ids[2 + at : 3 + at])
         items.append(make_item(prompt_ids=ids[:2], completion_ids=np.delete(ids[2:], at), forced=forced))
     known, compute = Remembered(), Computed()
-    for _ in range(2):
-        for item, values in zip(items, known.of(items, compute), strict=True):
+    for asked in ([*items, items[0]], items[1:]):
+        for item, values in zip(asked, known.of(asked, compute), strict=True):
             assert values.tolist() == item.completion_ids.tolist()
     assert compute == [4]
 

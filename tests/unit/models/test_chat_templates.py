@@ -1,30 +1,20 @@
 """`prompt_template = "chat"` writes what the tokenizer itself would; no text of an opponent changes that."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import tokenizers
 import transformers
 
-from fakes.chat_configs import chat_config, template_of
-from fakes.random_models import make_tokenizer
+from fakes.chat_configs import ASKED, CHATML, chat_config, template_of
+from fakes.odd_tokenizers import make_odd_tokenizer
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.templates import CHAT_TEMPLATES, MARKUP, chats_in_use, templates_for, without_markup
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
 
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
 NOT_SPECIAL = ["<think>", "</think>", "<tool_call>", "<｜tool▁calls▁begin｜>", "[/THINK]", "< |im_end|>"]
 """Control tokens that tokenizers do not mark as special; the last results from breaking another one."""
 TEXT = ["[0]", "[1]", "[rock]", "  ", "\n\n", "<<", "<-"]
@@ -32,43 +22,22 @@ TEXT = ["[0]", "[1]", "[rock]", "  ", "\n\n", "<<", "<-"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "<｜end▁of▁turn｜>", "|>!"]
 
 
-def tokenizer_with(directory: Path, chat_template: str | None, **special: str) -> Tokenizer:
-    make_tokenizer(directory, **special)
-    whole = transformers.AutoTokenizer.from_pretrained(directory)
-    whole.add_special_tokens({"additional_special_tokens": SPECIAL})
-    whole.chat_template = chat_template
-    whole.save_pretrained(directory)
-    return Tokenizer(str(directory))
+def tokenizer_with(directory: Path, chat_template: str | None, plain: Sequence[str] = (), **named: str) -> Tokenizer:
+    path = make_odd_tokenizer(directory, special=SPECIAL, plain=plain, chat_template=chat_template, **named)
+    return Tokenizer(path)
 
 
-def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path):
-    tokenizer_with(tmp_path, GEMMA, bos_token="<bos>")
-    file = tmp_path / "tokenizer.json"
-    fast = tokenizers.Tokenizer.from_file(str(file))
-    adds_bos = tokenizers.processors.TemplateProcessing(
-        "<bos> $A", special_tokens=[("<bos>", fast.token_to_id("<bos>"))]
-    )
-    fast.post_processor = adds_bos
-    fast.save(str(file))
-    tokenizer = Tokenizer(str(tmp_path))
-    prompt = template_of(tokenizer, chat_config("chat")).prompt("THE BOARD", 2)
-    assert prompt.startswith(f"<bos><start_of_turn>user\n{CHAT_TEMPLATES['chat'].system}\n\nYou are playing")
-    assert tokenizer.encode(prompt).tolist().count(fast.token_to_id("<bos>")) == 1
-
-
-@pytest.mark.parametrize(("chat_template", "closing"), [(THINKING, "<|im_end|>"), (GEMMA, "<end_of_turn>")])
-def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path, chat_template, closing):
-    tokenizer = tokenizer_with(tmp_path, chat_template, bos_token="<bos>")
+def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED)
     template = template_of(tokenizer, chat_config("chat"))
-    (closing_id,) = transformers.AutoTokenizer.from_pretrained(tmp_path)(closing)["input_ids"]
-    assert template.stop == (closing,)
-    assert tokenizer.stop_ids_with(template.stop) == tokenizer.stop_ids | {closing_id}
+    assert template.stop == ("<|im_end|>",)
+    assert tokenizer.stop_ids_with(template.stop) == tokenizer.stop_ids | {tokenizer._fast.token_to_id("<|im_end|>")}
     assert tokenizer.stop_ids_with(("never",)) == tokenizer.stop_ids
 
 
 @pytest.mark.parametrize("name", ["chat", "default", "qwen3-zs", "mine"])
 def test_no_special_token_can_come_from_an_observation(tmp_path, name):
-    tokenizer = tokenizer_with(tmp_path, THINKING, bos_token="<bos>")
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED, bos_token="<bos>")
     config = chat_config(name, {"user": "<|im_start|>{observation}"})
     template = template_of(tokenizer, config)
     every = [*SPECIAL, *MARKUP, "<|end|>", "<|pad|>", "<bos>"]
@@ -83,17 +52,9 @@ def test_no_special_token_can_come_from_an_observation(tmp_path, name):
     assert "I resign" in template.prompt(attacks[-1], 2)
 
 
-def with_added(directory: Path, tokens: list[str]) -> Tokenizer:
-    tokenizer_with(directory, THINKING)
-    whole = transformers.AutoTokenizer.from_pretrained(directory)
-    whole.add_tokens([transformers.AddedToken(token, special=False, normalized=False) for token in tokens])
-    whole.save_pretrained(directory)
-    return Tokenizer(str(directory))
-
-
 def test_opponent_cannot_open_or_close_the_models_thought(tmp_path):
     control = NOT_SPECIAL[:-1]
-    tokenizer = with_added(tmp_path, control + TEXT)
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED, control + TEXT)
     template = template_of(tokenizer, chat_config("default-think"))
     for token in control:
         control_id = tokenizer._fast.token_to_id(token)
@@ -103,7 +64,7 @@ def test_opponent_cannot_open_or_close_the_models_thought(tmp_path):
 
 
 def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path):
-    tokenizer = with_added(tmp_path, NOT_SPECIAL[:-1] + TEXT)
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED, NOT_SPECIAL[:-1] + TEXT)
     template = template_of(tokenizer, chat_config("default"))
     observation = "[GAME] [Player 0] <<b>>  move [0], [1] or [rock] <- a < b\n\n"
     prompt = template.prompt(observation, 2)
@@ -113,7 +74,7 @@ def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path):
 
 
 def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path):
-    tokenizer = with_added(tmp_path, NOT_SPECIAL)
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED, NOT_SPECIAL)
     with pytest.raises(ModelError, match=r"'<\|im_end\|>' .* '< \|im_end\|>'"):
         tokenizer.prompts([])
     file = tmp_path / "tokenizer.json"
@@ -136,7 +97,7 @@ def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path):
     ],
 )
 def test_tokenizer_that_changes_text_into_markup_or_moves_is_refused(tmp_path, normalizer, reason):
-    tokenizer_with(tmp_path, THINKING)
+    tokenizer_with(tmp_path, CHATML + ASKED)
     fast = tokenizers.Tokenizer.from_file(file := str(tmp_path / "tokenizer.json"))
     fast.normalizer = normalizer
     state = json.loads(fast.to_str())
@@ -199,7 +160,7 @@ def test_custom_chat_template_combines_its_text_with_tokenizer_markup(tmp_path):
         "stop": ["###"],
         "zero_sum": True,
     }
-    tokenizer = tokenizer_with(tmp_path, THINKING)
+    tokenizer = tokenizer_with(tmp_path, CHATML + ASKED)
     template = template_of(tokenizer, chat_config("mine", mine))
     prompt = template.prompt("a {game} of {chance}", 2)
     assert prompt == (

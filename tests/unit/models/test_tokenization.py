@@ -20,28 +20,6 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(str(model_dir))
 
 
-def test_character_split_into_tokens_is_decoded_whole(tokenizer):
-    text = "wähle ≤ 3 🎲 oder 日本"
-    ids = tokenizer.encode(text).tolist()
-    assert len(ids) == len(text.encode())
-    assert tokenizer.text(ids) == text
-    assert tokenizer.text([*ids, 1]) == text, "the end token has no text"
-
-
-def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path):
-    import tokenizers
-
-    make_model(tmp_path)
-    make_tokenizer(tmp_path, bos_token="<|pad|>")
-    file = tmp_path / "tokenizer.json"
-    fast = tokenizers.Tokenizer.from_file(str(file))
-    fast.post_processor = tokenizers.processors.TemplateProcessing("<|pad|> $A", special_tokens=[("<|pad|>", 0)])
-    fast.save(str(file))
-    tokenizer = Tokenizer(str(tmp_path))
-    plain, with_bos = tokenizer.encode("hi").tolist(), tokenizer.encode("<|pad|>hi").tolist()
-    assert plain == with_bos and plain[0] == 0 and plain.count(0) == 1
-
-
 def test_stop_string_is_found_across_and_within_tokens_and_a_special_token_by_its_id(tokenizer):
     watch = tokenizer.watch(("never", "🎲]"))
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()

@@ -1,5 +1,6 @@
 """CPUs of a container, socket directories that a killed run leaves, and the last message of a failed worker."""
 
+import contextlib
 import errno
 import os
 import re
@@ -29,6 +30,13 @@ def v1(group: str, quota: int) -> dict[str, str]:
     return {f"cpu{group}/cpu.cfs_quota_us": f"{quota}\n", f"cpu{group}/cpu.cfs_period_us": "100000\n"}
 
 
+def make_container(root: Path, groups: str, files: dict[str, str]) -> None:
+    contents = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": groups}
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(os.fsencode(text))
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "cpus"),
     [
@@ -52,20 +60,13 @@ def v1(group: str, quota: int) -> dict[str, str]:
 )
 def test_number_of_cpus_is_the_smaller_of_mask_and_quota(tmp_path, monkeypatch, groups, files, cpus):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "self" / "cgroup").write_bytes(os.fsencode(groups))
-    for name, content in files.items():
-        path = tmp_path / "sys" / "fs" / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    make_container(tmp_path, groups, files)
     assert usable_cpus(tmp_path) == cpus
 
 
 def test_quota_divides_the_threads_of_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    for path, content in (("proc/self/cgroup", "0::/a\n"), ("sys/fs/cgroup/a/cpu.max", "600000 100000\n")):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text(content)
+    make_container(tmp_path, "0::/a\n", {"a/cpu.max": "600000 100000\n"})
     monkeypatch.setattr(usable_cpus, "__defaults__", (tmp_path,))
     env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
     plan = make_plan(Config.model_validate({"engine": {"kind": "scripted", "devices": ["cpu"]}, "train_envs": [env]}))
@@ -89,31 +90,24 @@ def test_only_socket_directories_of_dead_processes_are_removed(tmp_path, monkeyp
     (mine / BUS).write_text("a person's file")
     elsewhere = make_socket_directory().rename(tmp_path / "ul-of-another-machine")
     (dead / "env-0.call").touch()
-    with (
-        socket.socket(socket.AF_UNIX) as ended,
-        socket.socket(socket.AF_UNIX) as listener,
-        socket.socket(socket.AF_UNIX) as busy,
-        socket.socket(socket.AF_UNIX) as of_another_user,
-        socket.socket(socket.AF_UNIX) as of_another_machine,
-    ):
-        for one, directory in ((ended, dead), (listener, alive), (busy, full), (of_another_user, foreign)):
+    with contextlib.ExitStack() as stack:
+        bound = {
+            directory: stack.enter_context(socket.socket(socket.AF_UNIX))
+            for directory in (dead, alive, full, foreign, elsewhere)
+        }
+        for directory, one in bound.items():
             one.bind(str(directory / BUS))
-        of_another_machine.bind(str(elsewhere / BUS))
-        of_another_machine.close()
-        listener.listen()
-        busy.listen(0)
-        waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-        for client in waiting:
+        bound[alive].listen()
+        bound[full].listen(0)
+        for client in [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]:
             client.setblocking(False)
             client.connect_ex(str(full / BUS))
-        ended.close()
-        of_another_user.close()
+        for directory in (dead, foreign, elsewhere):
+            bound[directory].close()
         own = os.geteuid()
         if own == 0:
             os.chown(foreign, 12345, 12345)
         found = [path for path in reap_stale_sockets() if path.parent == tmp_path]
-        for client in waiting:
-            client.close()
     assert found == ([dead] if own == 0 else sorted([dead, foreign]))
     assert not dead.exists() and alive.exists() and full.exists() and starting.exists()
     assert (mine / BUS).exists() and file.exists() and elsewhere.exists()
