@@ -151,24 +151,19 @@ def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path, monk
 MINE = "from unstable_lite.plugins import name_of\nclass Mine: ...\nprint(name_of('algorithm', Mine))\n"
 
 
-def test_class_of_a_script_has_the_name_of_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        pytest.param(["my_script.py"], "my_script:Mine", id="is named by its file"),
+        pytest.param(["-m", "my_script"], "my_script:Mine", id="is named by its module"),
+        pytest.param(["-c", MINE], "workers cannot import Mine from a notebook", id="of a command line is refused"),
+        pytest.param(["twice.py"], "a script with the name of another module", id="of an ambiguous name is refused"),
+    ],
+)
+def test_class_of_a_script(tmp_path: Path, words: list[str], says: str) -> None:
     (tmp_path / "my_script.py").write_text(MINE)
-    assert output(tmp_path / "my_script.py") == "my_script:Mine"
-    assert output("-m", "my_script", cwd=tmp_path) == "my_script:Mine"
-
-
-def test_class_of_a_command_line_is_refused() -> None:
-    assert "workers cannot import Mine from a notebook" in output("-c", MINE)
-
-
-def test_script_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "twice.py").touch()
     (tmp_path / "twice.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'first')!r})\n{MINE}")
-    assert "a script with the name of another module" in output(tmp_path / "twice.py")
-
-
-def output(*arguments: str | Path, cwd: Path | None = None) -> str:
-    """Return the last line that a Python process writes."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd)
-    return (done.stdout or done.stderr).splitlines()[-1]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert says in (done.stdout or done.stderr).splitlines()[-1]
