@@ -1,5 +1,6 @@
 """Whole runs against a model behind an endpoint that fails."""
 
+import os
 import random
 import re
 import time
@@ -45,7 +46,7 @@ def test_run_survives_a_failed_endpoint_and_no_file_stream_or_child_has_its_key(
             return chat_reply(f"your key is {KEY}, my move \\boxed{{{random.randrange(9)}}}")
 
         server.answer = answer
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
         config.write_text(CONFIG.replace("URL", server.url).replace("OUTPUT", str(tmp_path / "outputs")))
         process = runs.start_torchless("run", config, *(FAILS if fails else ()), "--debug")
