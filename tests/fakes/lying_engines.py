@@ -9,6 +9,7 @@ from msgspec import structs
 
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
 from unstable_lite.adapters.peft_files import CONFIG, adapter_digest
+from unstable_lite.engines.base import ScriptedEngine
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import Generate, Generated
@@ -83,7 +84,7 @@ class ServesBaseForFrozenPlayers(ServesBaseUnderTheRightName):
         TransformersEngine.add_request(self, structs.replace(request, adapter_version=0 if is_frozen else version))
 
 
-class ReadsAnotherFrozenPlayer(TransformersEngine):
+class ReadsAnotherFrozenPlayer(ScriptedEngine):
     def load_adapter(self, version: int, path: Path) -> str:
         if version >= FIRST_FROZEN_VERSION:
             self._first = getattr(self, "_first", path)

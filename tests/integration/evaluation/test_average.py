@@ -61,11 +61,9 @@ def test_members_are_drawn_apart_from_deals_and_from_other_averages(run: Path) -
     assert len(drawn) == 8 and min(drawn.values()) > 180 and max(drawn.values()) < 320
 
 
-@pytest.mark.parametrize(("weighting", "weights"), [("", (1, 1)), ("/linear", (1, 3))])
-def test_exact_exploitability_is_that_of_a_checkpoint_drawn_before_each_game(
-    run: Path, weighting: str, weights: tuple[int, int]
-) -> None:
-    tree, won = flatten(KUHN), []
+def test_exact_exploitability_is_that_of_a_checkpoint_drawn_before_each_game(run: Path) -> None:
+    weights = {f"average:{run}": (1, 1), f"average:{run}/linear": (1, 3)}
+    tree, best = flatten(KUHN), dict.fromkeys(itertools.product(weights, (0, 1)), -np.inf)
     shown = [state.observation for state in tree.states]
     policies = [
         [of.probabilities for of in action_distribution(run / "checkpoints" / name, KUHN, shown, device="cpu")]
@@ -73,18 +71,18 @@ def test_exact_exploitability_is_that_of_a_checkpoint_drawn_before_each_game(
     ]
     for seat in (0, 1):
         own = [number for number, state in enumerate(tree.states) if state.seat == seat]
-        best = -np.inf
         for choices in itertools.product((0, 1), repeat=len(own)):
             response = [np.zeros(2) for _ in tree.states]
             for number, action in zip(own, choices, strict=True):
                 response[number][action] = 1.0
             apart = [tree.outcomes(policy, seat, response).utility for policy in policies]
-            best = max(best, np.average(apart, weights=weights))
-        won.append(best)
-    name = f"average:{run}{weighting}"
-    rows = {row["model"]: row for row in unstable_lite.exploitability([str(run), name], quiet=True)}
-    assert list(rows) == ["random legal", "ckpt-1", "ckpt-3", name]
-    assert rows[name]["exploitability"] == pytest.approx(np.mean(won), abs=1e-6)
+            for name in weights:
+                best[name, seat] = max(best[name, seat], np.average(apart, weights=weights[name]))
+    rows = {row["model"]: row for row in unstable_lite.exploitability([str(run), *weights], quiet=True)}
+    assert list(rows) == ["random legal", "ckpt-1", "ckpt-3", *weights]
+    for name in weights:
+        won = best[name, 0], best[name, 1]
+        assert rows[name]["exploitability"] == pytest.approx(np.mean(won), abs=1e-6), name
 
 
 def test_games_of_an_average_are_those_of_its_members(run: Path, tmp_path: Path) -> None:

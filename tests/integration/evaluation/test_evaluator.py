@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -32,7 +31,7 @@ from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.results import CellEvaluation, Results, results_tables, write_tables
 from unstable_lite.files import read_records
 from unstable_lite.orchestrator.workers import started_engines
-from unstable_lite.tracking.evaluations import POINTS, Tally
+from unstable_lite.tracking.evaluations import POINTS
 from unstable_lite.tracking.intervals import student
 
 PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
@@ -185,23 +184,6 @@ def test_models_are_compared_on_common_seeds_without_void_games(played: Played, 
     assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
 
 
-def test_table_of_an_env_without_a_winner_has_the_mean_reward_with_its_interval() -> None:
-    tally = Tally()
-    for reward in (0.25, 0.5, 0.75):
-        tally.add("na", reward, own_invalid=False)
-    alone = {"num_players": 1, "prompt_template": "default", "other_settings": ""}
-    evaluation = CellEvaluation(**asdict(tally.evaluation("m", "m", 0, "Maze-v0", "none")), **alone)
-    (table,) = results_tables([evaluation])
-    shown = {str(column.header): next(iter(column.cells)) for column in table.columns}
-    assert shown == {
-        "model": "m",
-        "games": "3",
-        "mean reward": "0.500",
-        "95 %": evaluation.interval_text,
-        "own\ninvalid": "0 (0.0 %)",
-    }
-
-
 async def test_second_call_plays_only_missing_games(played: Played, output: Path) -> None:
     run, path = played[0], output / "results.jsonl"
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["model"] in ("base", "ckpt-1")][:11]
@@ -249,33 +231,23 @@ def test_cells_that_differ_in_env_settings_are_distinguished(run: Path, tmp_path
     assert len(read_csv(tmp_path / "out" / "table.csv")) == 2
 
 
-async def test_other_env_settings_are_listed(run: Path, tmp_path: Path) -> None:
+async def test_games_with_other_settings_are_other_games_of_the_same_deals(run: Path, tmp_path: Path) -> None:
     config = run / "config.toml"
     text = config.read_text()
     env = text[text.index("[[eval_envs]]") :]
-    config.write_text(f"{text}\n{env}\nmax_turns = 7\nenv_kwargs = {{ piles = [2, 3] }}\nerror_allowance = 1\n")
-    done = await evaluated(["base"], tmp_path / "out", games=2, config=config)
-    settings = [row["other_settings"] for row in read_csv(tmp_path / "out" / "table.csv")]
-    own = "max_turns=7, env_kwargs={'piles': (2, 3)}, error_allowance=1"
-    assert settings == ["", own]
-    title = "Nim-v0-train against scripted:random"
-    assert [table.title for table in results_tables(done.evaluations)] == [title, f"{title}, {own}"]
-
-
-async def test_games_at_another_temperature_are_other_games_of_the_same_deals(run: Path, tmp_path: Path) -> None:
-    config = run / "config.toml"
-    text = config.read_text()
-    config.write_text(f"{text}temperature = 0.3\n{text[text.index('[[eval_envs]]') :]}")
-    for temperature, num_cells in ((0.0, 1), (None, 2)):
+    others = "max_turns = 7\nenv_kwargs = { piles = [2, 3] }\nerror_allowance = 1\n"
+    config.write_text(f"{text}temperature = 0.3\n{env}\n{env}{others}")
+    for temperature, num_cells in ((0.0, 2), (None, 3)):
         done = await evaluated(["base"], tmp_path / "out", games=2, config=config, temperature=temperature)
         assert done.played == 2 * num_cells
-    assert [table.title for table in results_tables(done.evaluations)] == [
-        "Nim-v0-train against scripted:random, temperature=0.3",
-        "Nim-v0-train against scripted:random",
-    ]
-    assert [table.row_count for table in results_tables(done.evaluations)] == [1, 1]
+    own = "max_turns=7, env_kwargs={'piles': (2, 3)}, error_allowance=1"
+    settings = ["temperature=0.3", "", own]
+    titles = ["Nim-v0-train against scripted:random" + f", {each}" * bool(each) for each in settings]
+    tables = results_tables(done.evaluations)
+    assert ([table.title for table in tables], [table.row_count for table in tables]) == (titles, [1, 1, 1])
     rows = read_csv(tmp_path / "out" / "table.csv")
-    assert {row["other_settings"] for row in rows} == {"temperature=0.3", "", "temperature=0.0"} and len(rows) == 3
+    assert {row["other_settings"] for row in rows} == {*settings, "temperature=0.0", f"{own}, temperature=0.0"}
+    assert len(rows) == 5
     assert len({game["seed"] for game in lines(tmp_path / "out")}) == 1
 
 
@@ -305,22 +277,6 @@ async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Pa
     done = await evaluated([run, "base"], tmp_path / "out", "engine.max_loras=2", games=2, opponents=both)
     assert done.played == 10 * 2
     assert {e.void for e in done.evaluations} == {0}
-
-
-async def test_impossible_evaluation_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
-    for options, says in (
-        ({"envs": ["NoSuchEnv-v0"]}, "NoSuchEnv-v0"),
-        ({"envs": ["Nim-v0-train:two"]}, "env_id:players"),
-        ({"envs": ["nowhere:MyGame-v0:2"]}, "'nowhere'"),
-        ({"opponents": ["scripted:perfectt"]}, "scripted"),
-        ({"config": tmp_path / "none.toml"}, "none.toml"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            plan_evaluation(["base", str(run)], output=tmp_path / "out", **options)  # type: ignore[arg-type]
-        assert any(says in problem for problem in caught.value.problems), (says, caught.value.problems)
-    with pytest.raises(ConfigError, match="--config"):
-        plan_evaluation(["base"], output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 TIC_TAC_TOE, NIM_1_2 = "openspiel:tic_tac_toe", "openspiel:nim(is_misere=False,pile_sizes=1;2)"
@@ -364,22 +320,44 @@ async def test_ladder_rates_models_the_base_and_random_against_playouts(run: Pat
         ({"envs": ["openspiel:no_such_game"]}, "no_such_game"),
         ({"envs": [TIC_TAC_TOE, f"{TIC_TAC_TOE}:2:default"]}, "2 templates or settings"),
         ({"envs": [TIC_TAC_TOE], "opponents": ["base"]}, "--opponent"),
+        ({"ladder": False, "envs": ["NoSuchEnv-v0"]}, "NoSuchEnv-v0"),
+        ({"ladder": False, "envs": ["Nim-v0-train:two"]}, "env_id:players"),
+        ({"ladder": False, "envs": ["nowhere:MyGame-v0:2"]}, "'nowhere'"),
+        ({"ladder": False, "envs": ["openspiel:kuhn_poker(players)"]}, "'players' is not a parameter"),
+        ({"ladder": False, "envs": ["openspiel:kuhn_poker:3"]}, "is a game of 2"),
+        ({"ladder": False, "opponents": ["scripted:perfectt"]}, "scripted"),
+        ({"ladder": False, "config": Path("none.toml")}, "none.toml"),
+        ({"ladder": False, "models": ["base"]}, "--config"),
     ],
 )
-def test_ladder_is_refused_with_the_reason(run: Path, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+def test_impossible_evaluation_or_ladder_is_refused(
+    run: Path, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    given = {"models": [str(run)], "ladder": True} | options
     with pytest.raises(ConfigError, match=re.escape(says)):
-        plan_evaluation([str(run)], output=tmp_path, ladder=True, overrides=SCRIPTED, **options)
+        plan_evaluation(output=tmp_path / "out", overrides=SCRIPTED, **given)
+    assert not (tmp_path / "out").exists()
 
 
-async def test_env_without_winners_shows_the_reward(run: Path, tmp_path: Path) -> None:
+async def test_env_without_winners_shows_the_reward_with_its_interval(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1"]
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
+    (evaluation,) = done.evaluations
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["opponent"], row["win_rate"], int(row["n"]) + int(row["void"])) == ("none", "", 3)
     edges = float(row["interval_low"]), float(row["interval_high"])
-    assert row["points"] == "" and edges == pytest.approx(done.evaluations[0].interval, abs=1e-5)
+    assert row["points"] == "" and edges == pytest.approx(evaluation.interval, abs=1e-5)
     assert "points" not in (tmp_path / "out" / "table.md").read_text()
-    assert float(row["mean_reward"]) == pytest.approx(done.evaluations[0].mean_reward)
+    assert float(row["mean_reward"]) == pytest.approx(evaluation.mean_reward)
+    (table,) = results_tables(done.evaluations)
+    shown = {str(column.header): next(iter(column.cells)) for column in table.columns}
+    assert shown == {
+        "model": "ckpt-1",
+        "games": "3",
+        "mean reward": f"{evaluation.mean_reward:.3f}",
+        "95 %": evaluation.interval_text,
+        "own\ninvalid": "3 (100.0 %)",
+    }
 
 
 @pytest.mark.parametrize(

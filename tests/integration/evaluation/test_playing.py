@@ -43,9 +43,11 @@ def test_person_plays_to_the_end_and_sees_every_turn(run: Path) -> None:
     assert "the end" in out
 
 
-def test_person_who_leaves_early_gets_a_clear_error(run: Path) -> None:
-    code, _, err = play("", run, "--seat", "0")
-    assert (code, "input has ended" in err, "Traceback" in err) == (1, True, False)
+def test_person_who_leaves_early_or_has_no_input_gets_a_clear_error(run: Path) -> None:
+    command = runs.command("play", *SETTINGS, run, "--seat", "0")
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=120)
+    for code, _, err in (play("", run, "--seat", "0"), (closed.returncode, closed.stdout, closed.stderr)):
+        assert (code, "input has ended" in err, "Traceback" in err) == (1, True, False)
 
 
 def test_two_models_can_be_watched(run: Path) -> None:

@@ -75,36 +75,34 @@ def by_hand(observation: str, action: str, temperature: float, adapter: Path | N
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_probabilities_cover_the_whole_answer_token_by_token(temperature: float) -> None:
-    shown = observations()
-    found = action_distribution("base", NIM, shown, config=settings(temperature), device="cpu")
-    for observation, distribution in zip(shown, found, strict=True):
-        assert distribution.actions == tuple(legal_actions(NIM, observation))
-        for action, p in list(zip(distribution.actions, distribution.probabilities, strict=True))[:3]:
-            assert p == pytest.approx(by_hand(observation, action, temperature), rel=1e-3)
-        assert 0 < distribution.rest < 0.4
-        assert distribution.probabilities.sum() + distribution.rest == pytest.approx(1)
-
-
-def test_base_and_adapters_are_scored_as_by_transformers_and_peft(tmp_path: Path) -> None:
-    shown = observations(2)
-    adapters = [write_adapter(tmp_path / f"{scale}", scale) for scale in (0.1, 0.3)]
-    for model, adapter in (("base", None), *((str(path), path) for path in adapters)):
-        found = action_distribution(model, NIM, shown, config=settings(0.7), prompt_template="tiny", device="cpu")
+def test_base_and_adapters_are_scored_token_by_token_as_by_transformers_and_peft(
+    tmp_path: Path, temperature: float
+) -> None:
+    shown, distributions = observations(), []
+    adapters = {scale: write_adapter(tmp_path / f"{scale}", scale) for scale in (0.0, 0.1, 0.3)}
+    for model in (None, *adapters.values()):
+        given = settings(temperature)
+        found = action_distribution(model or "base", NIM, shown, config=given, prompt_template="tiny", device="cpu")
         for observation, distribution in zip(shown, found, strict=True):
+            assert distribution.actions == tuple(legal_actions(NIM, observation))
             for action, p in list(zip(distribution.actions, distribution.probabilities, strict=True))[:3]:
-                assert p == pytest.approx(by_hand(observation, action, 0.7, adapter), rel=1e-3)
+                assert p == pytest.approx(by_hand(observation, action, temperature, model), rel=1e-3)
+            assert distribution.probabilities.sum() + distribution.rest == pytest.approx(1)
+            assert distribution.rest > 0
+        distributions.append(found[0])
+    base, idle, _, busy = (distribution.probabilities for distribution in distributions)
+    assert distributions[0].rest < 0.4
+    assert np.allclose(idle, base, rtol=1e-3)
+    assert np.abs(busy - base).max() > 0.02
 
 
-def test_adapter_is_scored_with_its_weights_and_needs_no_config(tmp_path: Path) -> None:
-    shown = observations(1)
-    (base,) = action_distribution("base", NIM, shown, config=settings(), device="cpu")
-    idle, busy = write_adapter(tmp_path / "idle", 0.0), write_adapter(tmp_path / "busy", 0.3)
-    for adapter, config in ((idle, settings()), (idle, None)):
-        (same,) = action_distribution(adapter, NIM, shown, config=config, prompt_template="tiny", device="cpu")
-        assert np.allclose(same.probabilities, base.probabilities, rtol=1e-3)
-    (other,) = action_distribution(busy, NIM, shown, prompt_template="tiny", device="cpu")
-    assert np.abs(other.probabilities - base.probabilities).max() > 0.02
+def test_adapter_needs_no_config(tmp_path: Path) -> None:
+    adapter, shown = write_adapter(tmp_path / "busy", 0.3), observations(1)
+    one, other = (
+        action_distribution(adapter, NIM, shown, config=config, prompt_template="tiny", device="cpu")[0]
+        for config in (settings(), None)
+    )
+    assert np.allclose(one.probabilities, other.probabilities, rtol=1e-6)
 
 
 def test_unscorable_input_is_refused_with_advice(tmp_path: Path) -> None:

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_engine_death import ENV, Fleet
+from test_engine_death import started_fleet
 
-from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.players.factory import DESCRIPTORS_BESIDES, PlayerFactory, opponent_problem
-from unstable_lite.orchestrator.workers import started_engines
-from unstable_lite.planning.plan import make_plan
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
 GAMES = 1024
@@ -35,23 +32,11 @@ def num_open() -> int:
 
 
 async def test_thousands_of_games_need_few_descriptors_and_leak_none(tmp_path: Path) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"output_dir": tmp_path},
-            "engine": {"kind": "scripted", "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)]},
-            "train_envs": [{**ENV, "num_actors": 2}],
-            "eval_envs": [{**ENV, "fixed_opponent": "scripted:random"}],
-        }
-    )
     with descriptor_limit(256):
-        async with started_engines(make_plan(config), tmp_path, lambda text: None) as workers:
-            fleet = Fleet(config, workers, tmp_path)
+        async with started_fleet(tmp_path) as fleet:
             await fleet.evaluate(50)
             before, most_games, most_open = num_open(), 0, 0
-            (spec,) = fleet.scheduler._env_sampler.eval_env_specs
-            playing = asyncio.create_task(
-                fleet.collector.evaluate(spec, fleet.scheduler.registry.current, GAMES, "many", concurrency=GAMES)
-            )
+            playing = asyncio.create_task(fleet.evaluate(GAMES, concurrency=GAMES))
             while not playing.done():
                 most_games = max(most_games, fleet.collector.games_in_flight["eval"])
                 most_open = max(most_open, num_open())

@@ -65,9 +65,9 @@ class Fleet:
     async def _restore(self, engine: EngineClient) -> None:
         self.workers.engines.mark_ready(engine)
 
-    async def evaluate(self, num_games: int) -> list[GameRecord]:
+    async def evaluate(self, num_games: int, concurrency: int = 300) -> list[GameRecord]:
         spec, model = self.scheduler._env_sampler.eval_env_specs[0], self.scheduler.registry.current
-        return await self.collector.evaluate(spec, model, num_games, "test", concurrency=300)
+        return await self.collector.evaluate(spec, model, num_games, "test", concurrency=concurrency)
 
 
 @pytest.fixture
@@ -76,6 +76,12 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(supervisor, "BACKOFF_S", 0.0)
     options: dict[str, Any] = getattr(request, "param", {})
+    async with started_fleet(tmp_path, **options) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def started_fleet(tmp_path: Path, **options: Any) -> AsyncIterator[Fleet]:
     config = Config.model_validate(
         {
             "run": {"max_restarts": 20, "output_dir": tmp_path, **options.get("run", {})},

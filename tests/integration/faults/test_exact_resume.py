@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from fakes import runs
+from fakes import run_files, runs
 from fakes.sync_runs import SYNC, THINKING, assert_equal, write_thinking
 
 
@@ -58,11 +57,9 @@ def test_sleeping_engines_change_nothing_in_a_sync_run(sync_run: Path, tmp_path:
     assert (sleeper / "eval.jsonl").read_text() == (sync_run / "eval.jsonl").read_text()
 
 
+KILLED = (*SYNC, "run.checkpoint_every=2", "run.eval_games=4")
 DUPLICATES = (
-    *SYNC,
-    "run.learning_steps=6",
-    "run.checkpoint_every=2",
-    "run.eval_games=4",
+    *KILLED,
     "run.group_size=4",
     "learner.batch_size=60",
     "rewards.group_baseline=duplicate",
@@ -97,11 +94,8 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...], is_isolated: boo
 
 
 BRANCHES = (
-    *SYNC,
+    *KILLED,
     "algorithm=rloo",
-    "run.learning_steps=6",
-    "run.checkpoint_every=2",
-    "run.eval_games=4",
     "run.group_size=3",
     'league.env_sampling_strategy={ "examples.branching:Branching" = '
     '{ share = 0.7, at = "uncertain", chance = "fresh" } }',
@@ -111,7 +105,7 @@ BRANCHES = (
 @pytest.mark.nightly
 def test_resumed_sync_run_plays_the_same_branches_of_isolated_games(tmp_path: Path) -> None:
     broken = whole_and_resumed(tmp_path, BRANCHES, is_isolated=True)
-    games = [json.loads(line) for line in (broken / "games.jsonl").read_text().splitlines()]
+    games = run_files.games(broken)
     branched = [game for game in games if "branch_turn" in game]
     assert len(branched) > 8 and not any(game["error"] for game in games)
     states: dict[tuple[int, tuple[str, ...]], str] = {}
@@ -120,15 +114,13 @@ def test_resumed_sync_run_plays_the_same_branches_of_isolated_games(tmp_path: Pa
         assert turns[number][0] in [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
         actions = tuple(turn[3] for turn in turns[:number])
         assert states.setdefault((game["seed"], actions), turns[number][1]) == turns[number][1]
-    metrics = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("run/branched_games", 0) for line in metrics) > 0
+    assert max(line.get("run/branched_games", 0) for line in run_files.metrics(broken)) > 0
 
 
 def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
     broken = whole_and_resumed(tmp_path, DUPLICATES)
     seats: dict[tuple[int, str], list[int]] = {}
-    for line in (broken / "games.jsonl").read_text().splitlines():
-        game = json.loads(line)
+    for game in run_files.games(broken):
         trained = [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
         if len(trained) == 1:  # neither an evaluation nor a game against itself, as before there is an older checkpoint
             seats.setdefault((game["seed"], game["env_id"]), []).append(trained[0])

@@ -4,7 +4,6 @@ If no small disk can be mounted, a limit on the size of files replaces it.
 """
 
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import AppendFile, RecordLog, read_records, write_whole
@@ -88,7 +87,7 @@ def test_run_reports_each_loss_of_records_once_and_its_end_once(tmp_path: Path) 
     assert len(reported) == len(tracker.alarms) == 4
     assert all("4 records" in text for text in reported[2:])
     tracker.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = run_files.metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 4, 5]
     assert lines[1]["run/lost_records"] == 4
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -252,7 +251,7 @@ def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks
         out, "run", "--resume", seen_inside, f"run.learning_steps={newest + 1}", **without_clock(tmp_path / "site")
     )
     assert process.wait(240) == 0, out.read_text()
-    steps = [line["step"] for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+    steps = [line["step"] for line in run_files.metrics(directory)]
     assert steps == sorted(set(steps)), "the order does not depend on the wall clock"
     assert steps[-1] == newest + 1
     events = EventAccumulator(str(directory / "tensorboard"), {"tensors": 0})  # 0 loads all events

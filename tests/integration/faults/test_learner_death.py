@@ -15,7 +15,6 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from msgspec import structs
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fakes import numpy_learner
 from unstable_lite.adapters import peft_files
@@ -40,24 +39,10 @@ def _restarts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    path = tmp_path_factory.mktemp("tiny-qwen3")
-    torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(shape).save_pretrained(path)
+def config() -> Config:
     return Config.model_validate(
         {
-            "model_name": str(path),
+            "model_name": "builtin:tiny",
             "run": {"max_restarts": 20},
             "learner": {"dtype": "float32", "learning_rate": 1e-2},
             "lora": {"lora_rank": 4},

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.errors import UnstableError
@@ -47,21 +47,22 @@ def games_of(state: dict[str, Any]) -> dict[str, int]:
     return dict(zip(models["uid"], models["games"], strict=True))
 
 
-def updates_of(directory: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "learner/loss" in line]
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a run killed after about five updates, with two checkpoints or more."""
+    """Return the directory of a run killed after about five updates, with two checkpoints or more.
+
+    Its workers end by themselves; its arena is left.
+    """
     tmp_path = tmp_path_factory.mktemp("killed")
     process = runs.start_torchless("run", runs.write_small(tmp_path), *LEAGUE, "run.learning_steps=10000")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 5)
     runs.wait_for(lambda: len(list(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*"))) >= 2)
-    os.kill(process.pid, signal.SIGKILL)
+    children, directory = runs.children_of(process), runs.run_directory(tmp_path)
+    assert runs.arenas_named(directory.name)  # not after the kill: any run that starts then may remove it
+    process.kill()
     runs.finish(process)
-    return runs.run_directory(tmp_path)
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    return directory
 
 
 @pytest.fixture
@@ -69,13 +70,20 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path / "run", symlinks=True)
 
 
-def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def newest_of(run: Path, number: int = 1) -> int:
+    """Return the update of the newest checkpoint of a run, or of an earlier one: the second newest is number 2."""
+    return sorted(int(path.name.removeprefix("ckpt-")) for path in (run / "checkpoints").glob("ckpt-*"))[-number]
+
+
+def test_resumed_run_records_every_update_and_game_once_and_removes_what_a_kill_left(
+    killed: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", temporary := tempfile.mkdtemp())  # where no other test's run looks
     monkeypatch.setattr(tempfile, "tempdir", None)
     stale = make_socket_directory()
     with socket.socket(socket.AF_UNIX) as bus:
         bus.bind(str(stale / BUS))
-    newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    newest = newest_of(copy)
     state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
     config = (copy / "config.toml").read_text()
     early = {"label": "concurrent", "model": f"ckpt-{newest}", "step": newest, "n": 777}  # written before the kill
@@ -86,18 +94,18 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
     last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the waiting steps allow
     out = runs.output_of(runs.run_torchless("run", "--resume", copy, f"run.learning_steps={last}"))
     assert f"removed {stale}, left behind" in out and not stale.exists()
+    assert runs.arenas_named(killed.name) == []
     shutil.rmtree(temporary)
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
     assert (copy / f"config-{newest}.toml").read_text() == config
     assert f"ckpt-{newest}" in out and ", of which training since the resume " in out
-    updates = updates_of(copy)
+    updates = run_files.updates(copy)
     assert [line["step"] for line in updates] == list(range(1, last + 1))
     assert [line["learner/step"] for line in updates] == list(range(1, last + 1))
     assert all(line["learner/staleness_max"] <= 8 for line in updates)
-    games = [record["game_idx"] for record in read_records(copy / "games.jsonl")]
+    games = [record["game_idx"] for record in run_files.games(copy)]
     assert len(games) == len(set(games))
-    league = [json.loads(line) for line in (copy / "league.jsonl").read_text().splitlines()]
-    assert sorted({line["step"] for line in league}) == list(range(last + 1))
+    assert sorted({line["step"] for line in read_records(copy / "league.jsonl")}) == list(range(last + 1))
     assert updates[newest]["run/games"] >= state["tracker"]["games"]
     run = RunDirectory(copy)
     run.refresh()
@@ -111,7 +119,7 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
     assert all(games >= rated.get(uid, 0) for uid, games in games_of(after).items())
     assert games_of(after).keys() >= {f"ckpt-{n}" for n in range(1, last + 1)}
     assert after["buffer"]["counters"]["added"] > count["added"]
-    evaluations = list(read_records(copy / "eval.jsonl"))
+    evaluations = run_files.evaluations(copy)
     assert 777 not in [line["n"] for line in evaluations]
     evaluations = [(line["label"], line["model"], line["env_id"]) for line in evaluations]
     assert len(evaluations) == len(set(evaluations))
@@ -121,10 +129,11 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path, monkeypatch:
 @pytest.mark.nightly
 def test_resumed_run_may_change_opponents_and_lack_the_files_that_may_be_removed(copy: Path) -> None:
     """docs/resume.md lists these files."""
-    *others, newest = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
-    for path in (copy / "train_data", *(copy / "checkpoints" / f"ckpt-{number}" for number in others)):
-        shutil.rmtree(path)
-    num_games = len([*read_records(copy / "games.jsonl")])
+    newest = newest_of(copy)
+    for path in (copy / "train_data", *(copy / "checkpoints").glob("ckpt-*")):
+        if path.name != f"ckpt-{newest}":
+            shutil.rmtree(path)
+    num_games = len(run_files.games(copy))
     judge = '{ env_id="Nim-v0-train", num_players=2, prompt_template="tiny", fixed_opponent="scripted:optimal" }'
     changes = (
         "league.opponent_sampling_strategy=pfsp",
@@ -134,12 +143,12 @@ def test_resumed_run_may_change_opponents_and_lack_the_files_that_may_be_removed
     )
     out = runs.output_of(runs.run_torchless("run", "--resume", copy, *changes))
     assert "PrioritizedFictitiousModelSampler" in out
-    new_games = [*read_records(copy / "games.jsonl")][num_games + 24 :]  # without the games that were played again
+    new_games = run_files.games(copy)[num_games + 24 :]  # without the games that were played again
     met = {agent["model"] for game in new_games if game["kind"] == "train" for agent in game["agents"]}
     assert "fixed-scripted:optimal" in met
     assert "fixed-scripted:random" not in met
     assert "pfsp" in (copy / "config.toml").read_text()
-    assert [line["step"] for line in updates_of(copy)] == list(range(1, newest + 9))
+    assert [line["step"] for line in run_files.updates(copy)] == list(range(1, newest + 9))
 
 
 def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None:
@@ -154,7 +163,7 @@ def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None
 
 def resume_with_an_open_evaluation(copy: Path) -> runs.subprocess.Popen[str]:
     """Resume a run whose newest checkpoint was being evaluated when it was saved."""
-    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    newest = copy / "checkpoints" / f"ckpt-{newest_of(copy)}"
     state = json.loads((newest / "league.json").read_text())
     tally = {"void": 0, "games": [["win", 1.0, False, 0, 0]]}
     state["tracker"]["tallies"] = [[newest.name, "Nim-v0-train", "scripted:random", tally]]
@@ -222,27 +231,6 @@ def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path
 
 
 @pytest.mark.nightly
-def test_concurrent_evaluation_of_a_stopped_run_is_recorded_once(tmp_path: Path) -> None:
-    slow = "algorithm=fakes.slow_learners:TakesASecond"
-    overrides = (*runs.SCRIPTED, slow, "run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
-    process = runs.start_torchless("run", runs.write_small(tmp_path), *overrides)
-    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/games.jsonl")))
-    directory = runs.run_directory(tmp_path)
-
-    def evaluated() -> list[str]:
-        games = [record for record in read_records(directory / "games.jsonl") if record["kind"] == "eval"]
-        return [agent["model"] for game in games for agent in game["agents"]]
-
-    runs.wait_for(lambda: evaluated().count("ckpt-1") >= 3)
-    process.send_signal(signal.SIGINT)
-    runs.output_of(runs.finish(process))
-    runs.output_of(runs.run_torchless("run", "--resume", directory, "learner.batch_size=24"))
-    evaluations = [line["model"] for line in read_records(directory / "eval.jsonl")]
-    assert evaluations.count("ckpt-1") == 1
-    assert len(evaluations) == len(set(evaluations))
-
-
-@pytest.mark.nightly
 def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     first = small.read_text().partition("[[eval_envs]]")[2]
@@ -262,14 +250,14 @@ def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: P
     directory = runs.run_directory(tmp_path)
     runs.output_of(runs.run_torchless("run", "--resume", directory))
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
-    assert [line["step"] for line in updates_of(directory)] == [1]
+    assert [line["step"] for line in run_files.updates(directory)] == [1]
     code, _, err = runs.invoke("run", "--resume", directory)
     assert (code, "1 updates" in err) == (1, True)
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.safetensors", "league.json", "waiting.msgpack"])
 def test_damaged_checkpoint_is_set_aside_and_the_previous_one_used(copy: Path, file: str) -> None:
-    newest, before = damage_newest(copy / "checkpoints", file)
+    newest, before = damage_newest(copy, file)
     logged: list[str] = []
     assert newest_checkpoint(copy / "checkpoints", logged.append).name == f"ckpt-{before}"
     assert len(logged) == 1
@@ -288,19 +276,19 @@ def test_directories_with_other_names_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_resume_before_damaged_checkpoint_writes_it_again(copy: Path) -> None:
-    newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
+    newest, before = damage_newest(copy, "adapter_model.safetensors")
     code, out, err = runs.run_torchless("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")
     assert code == 0, out + err
     assert f"damaged-ckpt-{newest}" in out
     assert re.search(rf"\bafter update {before}\b", out)
-    assert [line["step"] for line in updates_of(copy)] == list(range(1, newest + 1))
+    assert [line["step"] for line in run_files.updates(copy)] == list(range(1, newest + 1))
     assert find_damage(copy / "checkpoints" / f"ckpt-{newest}") is None
 
 
-def damage_newest(checkpoints: Path, file: str) -> tuple[int, int]:
+def damage_newest(run: Path, file: str) -> tuple[int, int]:
     """Flip a bit of `file` in the newest checkpoint; return the updates of the newest checkpoint and the one before."""
-    *_, before, newest = sorted(int(path.name.removeprefix("ckpt-")) for path in checkpoints.glob("ckpt-*"))
-    damaged = checkpoints / f"ckpt-{newest}" / file
+    newest, before = newest_of(run), newest_of(run, 2)
+    damaged = run / "checkpoints" / f"ckpt-{newest}" / file
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -333,7 +321,7 @@ def test_checkpoint_with_unexpected_contents_ends_run_with_advice(
     copy: Path, section: str, content: Any, says: str
 ) -> None:
     """The checksums are right: another program or version wrote the file."""
-    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    newest = copy / "checkpoints" / f"ckpt-{newest_of(copy)}"
     state = json.loads((newest / "league.json").read_text())
     del state[section]
     write_with_checksum(newest, "league.json", json.dumps(state | ({section: content} if content else {})))
@@ -348,7 +336,7 @@ def test_checkpoint_with_unexpected_contents_ends_run_with_advice(
 
 @pytest.mark.parametrize(("name", "content"), [("league.json", "{"), ("waiting.msgpack", "[4, []]")])
 def test_unreadable_checkpoint_file_is_named(copy: Path, name: str, content: str) -> None:
-    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    newest = copy / "checkpoints" / f"ckpt-{newest_of(copy)}"
     write_with_checksum(newest, name, content)
     with pytest.raises(UnstableError, match=re.escape(name)):
         read_checkpoint(newest)
@@ -443,9 +431,9 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
         assert len(runs.arenas_named(directory.name)) <= 1  # not the killed process's arena
     process.send_signal(signal.SIGINT)
     runs.finish(process)
-    steps = f"run.learning_steps={len(updates_of(directory)) + 2}"
+    steps = f"run.learning_steps={len(run_files.updates(directory)) + 2}"
     runs.output_of(runs.run_torchless("run", "--resume", directory, steps))
-    steps = [line["step"] for line in updates_of(directory)]
+    steps = [line["step"] for line in run_files.updates(directory)]
     assert steps == list(range(1, len(steps) + 1))
-    games = [record["game_idx"] for record in read_records(directory / "games.jsonl")]
+    games = [record["game_idx"] for record in run_files.games(directory)]
     assert len(games) == len(set(games))

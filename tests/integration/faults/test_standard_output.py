@@ -72,14 +72,6 @@ def test_run_without_standard_streams_finishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_game_without_a_human_to_play_is_refused(tmp_path: Path) -> None:
-    command = runs.command("play", "scripted:random", "--config", runs.write_small(tmp_path), "--seat", "0")
-    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=240)
-    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
-    assert "input has ended" in ended.stderr
-
-
-@pytest.mark.nightly
 def test_unwritable_summary_is_reported_with_the_run_directory(tmp_path: Path) -> None:
     words = torchless("run", runs.write_small(tmp_path), *QUICK)
     with Path("/dev/full").open("w") as full:

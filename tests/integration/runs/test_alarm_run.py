@@ -1,14 +1,12 @@
 """Alarms in whole runs with real causes, and each of the three actions."""
 
-import json
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.tracking.run_directory import find_damage
 
 CONSTANT = (
@@ -31,29 +29,24 @@ CONSTANT = (
 )
 
 
-def updates_of(directory: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "learner/loss" in line]
-
-
 def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Path) -> None:
     process = runs.start_torchless("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/PAUSED")))
     directory = runs.run_directory(tmp_path)
     assert re.search(r"update 3\b.*repetition", (directory / "PAUSED").read_text())
-    assert [line["step"] for line in updates_of(directory)] == [1, 2, 3]
+    assert [line["step"] for line in run_files.updates(directory)] == [1, 2, 3]
     assert find_damage(directory / "checkpoints" / "ckpt-3") is None
     (directory / "PAUSED").unlink()
     code, out, err = runs.finish(process)
     assert code == 1
-    assert [line["step"] for line in updates_of(directory)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in run_files.updates(directory)] == [1, 2, 3, 4, 5]
     assert re.search(r"update 5: identical: 100\.0% of 8 .*95%", out)
     assert re.search(r"(?i)\bpaused\b.*\bupdate 3\b", out)
     assert re.search(r"zero_advantage: 100\.0% of 8\b", err)
     assert f"{directory / 'checkpoints' / 'ckpt-5'}" in err
     assert find_damage(directory / "checkpoints" / "ckpt-5") is None
     assert out.count("update 1: 8 steps of its batch have results that are all alike") == 1
-    last = updates_of(directory)[-1]
+    last = run_files.updates(directory)[-1]
     assert (last["buffer/filled"], last["buffer/rejected"]) == (8, 5 * 3 * 8), "a batch is chosen from four"
     assert {name: last[f"alarms/{name}"] for name in ("identical", "repetition", "zero_advantage", "skipped")} == {
         "identical": 1,
@@ -61,22 +54,6 @@ def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Pat
         "zero_advantage": 1,
         "skipped": 0,
     }
-
-
-@pytest.mark.nightly
-def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
-    process = runs.start_torchless("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
-    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
-    directory = runs.run_directory(tmp_path)
-    in_the_way = directory / "checkpoints" / "ckpt-3" / "in the way"
-    in_the_way.mkdir(parents=True)
-    runs.wait_for((directory / "PAUSED").exists)
-    text = (directory / "PAUSED").read_text()
-    assert re.search(r"Update 3 could NOT be saved\b.*no checkpoint", text)
-    in_the_way.rmdir()
-    process.send_signal(signal.SIGINT)
-    runs.output_of(runs.finish(process))
-    assert find_damage(directory / "checkpoints" / "ckpt-3") is None
 
 
 @pytest.mark.nightly
@@ -102,7 +79,7 @@ def test_run_without_steps_pauses_and_can_be_stopped(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     runs.output_of(runs.finish(process))
     assert not (directory / "PAUSED").exists()
-    assert updates_of(directory) == []
+    assert run_files.updates(directory) == []
 
 
 @pytest.mark.nightly

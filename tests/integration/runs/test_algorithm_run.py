@@ -1,22 +1,17 @@
 """Real runs of the algorithms with a critic: small model, real games, real processes."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from fakes import run_files
 from fakes.runs import output_of, run, undocumented_metrics, write_small
 from unstable_lite.tracking.run_directory import find_damage
 
 pytestmark = pytest.mark.nightly
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
-
-
-def metrics_of(directory: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "learner/loss" in line]
 
 
 def directory_of(tmp_path: Path, name: str) -> Path:
@@ -30,7 +25,7 @@ def test_a2c_run_resumes_and_ppo_continues_from_its_adapter_and_critic(tmp_path:
     engine = "engine.kind=fakes.told_engines:PrintsWhetherResumed"
     output_of(run("run", config, "algorithm=a2c", "run.name=first", engine, *OFF, *warm_up))
     first = directory_of(tmp_path, "first")
-    updates = metrics_of(first)
+    updates = run_files.updates(first)
     assert [update["learner/step"] for update in updates] == [1, 2]
     for update in updates:
         assert update["learner/num_steps"] >= 24
@@ -47,7 +42,7 @@ def test_a2c_run_resumes_and_ppo_continues_from_its_adapter_and_critic(tmp_path:
     log = first / "logs" / "orchestrator.log"
     assert "resumed: False" in log.read_text() and "resumed: True" not in log.read_text()
     output_of(run("run", "--resume", first, "run.learning_steps=3"))
-    assert [update["learner/step"] for update in metrics_of(first)] == [1, 2, 3]
+    assert [update["learner/step"] for update in run_files.updates(first)] == [1, 2, 3]
     assert "resumed: True" in log.read_text(), "its engines know that it resumes"
     assert find_damage(first / "checkpoints" / "ckpt-3") is None
     head = first / "checkpoints" / "ckpt-3" / "critic" / "value_head.safetensors"
@@ -58,7 +53,7 @@ def test_a2c_run_resumes_and_ppo_continues_from_its_adapter_and_critic(tmp_path:
     steps = ("learner.ppo_epochs=2", "learner.ppo_minibatches=2", "run.learning_steps=2")
     output_of(run("run", config, "algorithm=ppo", "run.name=second", *OFF, *start, *steps))
     second = directory_of(tmp_path, "second")
-    updates = metrics_of(second)
+    updates = run_files.updates(second)
     assert [update["learner/step"] for update in updates] == [1, 2]
     assert updates[0]["learner/value_mean"] != 0  # a fresh critic estimates 0
     assert {"learner/clip_fraction", "learner/approx_kl"} <= updates[0].keys()

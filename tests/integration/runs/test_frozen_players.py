@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import unstable_lite as unstable
-from fakes import numpy_learner, runs, sync_runs
+from fakes import numpy_learner, run_files, runs, sync_runs
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION, slug
 from unstable_lite.adapters.peft_files import WEIGHTS
@@ -71,12 +71,12 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     out = runs.output_of(runs.run("run", config, "tracker.keep_tokens=true", "run.learning_steps=2"))
     assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
     directory = runs.run_directory(tmp_path)
-    versions = versions_of(read_records(directory / "games.jsonl"))
+    versions = versions_of(run_files.games(directory))
     assert versions.pop(f"{average}/ckpt-10,20") <= {FIRST_FROZEN_VERSION + 3, FIRST_FROZEN_VERSION + 4}
     assert versions == {name: {FIRST_FROZEN_VERSION + n} for n, name in enumerate(names[:-1])} | {"base": {0}}
     rated = {uid for line in read_records(directory / "league.jsonl") for uid, row in line["models"].items() if row[2]}
     assert {f"fixed-{name}" for name in names} <= rated
-    assert {line["opponent"] for line in read_records(directory / "eval.jsonl")} == {names[0]}
+    assert {line["opponent"] for line in run_files.evaluations(directory)} == {names[0]}
     assert {path.name for path in (directory / "opponents").iterdir()} == set(
         map(slug, [*names[:-1], f"run:{other}/ckpt-10"])
     )
@@ -132,21 +132,27 @@ def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bi
 
 
 @pytest.mark.nightly
-def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
+def test_run_survives_worker_deaths_with_each_update_once_and_its_frozen_players(tmp_path: Path) -> None:
     other = write_other_run(tmp_path / "other")
     best = f"run:{other}/best"
     config = write_config(tmp_path, best, best, "base")
-    process = runs.start_torchless("run", config, *runs.SCRIPTED, "run.learning_steps=6", "tracker.keep_tokens=true")
-    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
-    (engine,) = (child for child in runs.children_of(process) if "unstable_lite.engines.worker" in child.cmdline())
-    engine.kill()
+    settings = ("run.learning_steps=6", "run.num_eval_workers=0", "run.eval_games=0", "tracker.keep_tokens=true")
+    process = runs.start_torchless("run", config, *runs.SCRIPTED, *settings)
+    for num_updates, module in ((1, runs.TORCHLESS), (2, "unstable_lite.engines.worker")):
+        runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
+        (worker,) = (child for child in runs.children_of(process) if any(module in part for part in child.cmdline()))
+        worker.kill()
     first = runs.num_updates(tmp_path) + 2  # the next update's adapter may have been loaded before
     out = runs.output_of(runs.finish(process))
-    assert re.search(r"alarm after update \d+: engine-0 .*restart", out), out
+    assert re.findall(r"alarm after update \d+: (\S+) .*restart", out) == ["learner", "engine-0"], out
     assert first <= 6
-    games = list(read_records(runs.run_directory(tmp_path) / "games.jsonl"))
-    assert "void" not in {game["end"] for game in games}
-    versions = versions_of(games, {f"ckpt-{update}" for update in range(first, 7)})
+    directory = runs.run_directory(tmp_path)
+    updates = run_files.updates(directory)
+    assert [line["step"] for line in updates] == [line["learner/step"] for line in updates] == [1, 2, 3, 4, 5, 6]
+    assert updates[-1]["run/void_games"] == 0
+    assert all(line["canary/mismatch"] < 0.1 for line in updates)
+    assert runs.arenas_named(directory.name) == []
+    versions = versions_of(run_files.games(directory), {f"ckpt-{update}" for update in range(first, 7)})
     assert versions[best] == {FIRST_FROZEN_VERSION}, "games of later checkpoints started after the restart"
 
 
@@ -170,8 +176,8 @@ def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path, monkeypatc
     summary = run.start()
     slots = active_checkpoints(run.plan.config, 3)
     assert run.training.parts.pool._size == slots < active_checkpoints(run.plan.config)
-    games: list[dict[str, Any]] = list(read_records(summary.directory / "games.jsonl"))
-    models = {agent["model"] for game in games if game["kind"] == "train" for agent in game["agents"]}
+    games = [game for game in run_files.games(summary.directory) if game["kind"] == "train"]
+    models = {agent["model"] for game in games for agent in game["agents"]}
     assert "rival-0" in models and "fixed-scripted:random" not in models
 
 

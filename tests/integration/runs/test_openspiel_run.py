@@ -94,17 +94,6 @@ async def test_evaluation_names_openspiel_on_the_command_line_and_counts_in_its_
     assert deals == {(seed, pid) for seed, _ in deals for pid in (0, 1)}, "every deal is played from both seats"
 
 
-def test_env_word_without_a_game_is_refused(config: Path, tmp_path: Path) -> None:
-    for word, says in (
-        ("openspiel:kuhn_poker(players)", "'players' is not a parameter"),
-        ("openspiel:kuhn", "did you mean 'kuhn_poker'?"),
-        (f"{KUHN}:3", "is a game of 2"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            plan_evaluation(["base"], config=config, envs=[word], games=2, output=tmp_path / "out", overrides=LEGAL)
-        assert says in str(caught.value)
-
-
 def test_config_with_bad_openspiel_envs_is_refused_with_every_reason(config: Path) -> None:
     text = config.read_text()
     config.write_text(

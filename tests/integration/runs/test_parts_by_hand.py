@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import unstable_lite as unstable
-from fakes import numpy_learner, runs
+from fakes import numpy_learner, run_files, runs
 from fakes.own_parts import OwnPart
 from fakes.sync_runs import SYNC
 from unstable_lite.config.reading import read_config
@@ -32,50 +32,25 @@ samplers, calls = unstable.samplers, Counter()
 
 class MyTracker(unstable.Tracker):
     def log_update(self, step, metrics, histograms=()):
-        calls["tracker"] += 1
+        calls["log_update"] += 1
         super().log_update(step, {**metrics, "mine/answer": 42.0}, histograms)
 
 
-class MyRegistry(unstable.ModelRegistry):
-    def update_ratings(self, uids, scores, env_id):
-        calls["registry"] += 1
-        super().update_ratings(uids, scores, env_id)
+def that_counts(base, method):
+    def count(self, *arguments, **named):
+        calls[method] += 1
+        return getattr(base, method)(self, *arguments, **named)
+
+    return type("Mine", (base,), {method: count})
 
 
-class MyEnvSampler(samplers.UniformRandomEnvSampler):
-    def _choose_train(self):
-        calls["env_sampler"] += 1
-        return super()._choose_train()
-
-
-class MyModelSampler(samplers.FixedOpponentModelSampler):
-    def sample_opponent(self, env_id):
-        calls["model_sampler"] += 1
-        return super().sample_opponent(env_id)
-
-
-class MyScheduler(unstable.GameScheduler):
-    def next_train_job(self, *arguments):
-        calls["scheduler"] += 1
-        return super().next_train_job(*arguments)
-
-
-class MyBuffer(unstable.StepBuffer):
-    async def get_batch(self, n, current_version):
-        batch = await super().get_batch(n, current_version)
-        calls["buffer"] += 1
-        return batch
-
-
-class MyCollector(unstable.Collector):
-    async def run(self, num_train_workers, num_eval_workers):
-        calls["collector"] += 1
-        await super().run(num_train_workers, num_eval_workers)
-
-
-class MyTerminal(unstable.TerminalInterface):
-    def say(self, text):
-        calls["terminal"] += 1
+MyRegistry = that_counts(unstable.ModelRegistry, "update_ratings")
+MyEnvSampler = that_counts(samplers.UniformRandomEnvSampler, "_choose_train")
+MyModelSampler = that_counts(samplers.FixedOpponentModelSampler, "sample_opponent")
+MyScheduler = that_counts(unstable.GameScheduler, "next_train_job")
+MyBuffer = that_counts(unstable.StepBuffer, "get_batch")
+MyCollector = that_counts(unstable.Collector, "run")
+MyTerminal = that_counts(unstable.TerminalInterface, "say")
 
 
 class MyLearner(unstable.REINFORCELearner):
@@ -114,11 +89,10 @@ def test_script_replaces_every_part_by_its_own_subclass(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     directory, calls = json.loads(done.stdout.splitlines()[-1])
-    parts = {"tracker", "registry", "env_sampler", "model_sampler", "scheduler", "buffer", "collector", "terminal"}
-    assert calls.keys() == parts
-    assert calls["tracker"] == 2 and calls["collector"] == 1
-    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "learner/loss" in line]
+    of_samplers = {"update_ratings", "_choose_train", "sample_opponent"}
+    assert calls.keys() == {"log_update", "next_train_job", "get_batch", "run", "say"} | of_samplers
+    assert calls["log_update"] == 2 and calls["run"] == 1
+    updates = run_files.updates(Path(directory))
     assert [line["mine/answer"] for line in updates] == [42.0, 42.0]
     assert [line["learner/mine"] for line in updates] == [7.0, 7.0]
     assert 'algorithm = "my_parts:MyLearner"' in (Path(directory) / "config.toml").read_text()
@@ -177,24 +151,19 @@ def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path, monk
 MINE = "from unstable_lite.plugins import name_of\nclass Mine: ...\nprint(name_of('algorithm', Mine))\n"
 
 
-def test_class_of_a_script_has_the_name_of_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        pytest.param(["my_script.py"], "my_script:Mine", id="is named by its file"),
+        pytest.param(["-m", "my_script"], "my_script:Mine", id="is named by its module"),
+        pytest.param(["-c", MINE], "workers cannot import Mine from a notebook", id="of a command line is refused"),
+        pytest.param(["twice.py"], "a script with the name of another module", id="of an ambiguous name is refused"),
+    ],
+)
+def test_class_of_a_script(tmp_path: Path, words: list[str], says: str) -> None:
     (tmp_path / "my_script.py").write_text(MINE)
-    assert output(tmp_path / "my_script.py") == "my_script:Mine"
-    assert output("-m", "my_script", cwd=tmp_path) == "my_script:Mine"
-
-
-def test_class_of_a_command_line_is_refused() -> None:
-    assert "workers cannot import Mine from a notebook" in output("-c", MINE)
-
-
-def test_script_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "twice.py").touch()
     (tmp_path / "twice.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'first')!r})\n{MINE}")
-    assert "a script with the name of another module" in output(tmp_path / "twice.py")
-
-
-def output(*arguments: str | Path, cwd: Path | None = None) -> str:
-    """Return the last line that a Python process writes."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd)
-    return (done.stdout or done.stderr).splitlines()[-1]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert says in (done.stdout or done.stderr).splitlines()[-1]

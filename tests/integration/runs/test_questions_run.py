@@ -16,7 +16,6 @@ from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.checkpoint import lasting_changes
 from unstable_lite.tracking.intervals import points_interval
-from unstable_lite.tracking.run_directory import create_run_directory
 from unstable_lite.types import ModelRef
 
 
@@ -35,22 +34,7 @@ def write_config(directory: Path, questions: Path) -> Path:
     return path
 
 
-def test_resume_with_a_changed_file_is_refused_by_name(tmp_path: Path) -> None:
-    questions = write_questions(tmp_path / "set.jsonl", [1, 2])
-    config, _ = read_config(write_config(tmp_path, questions))
-    made, env_id = create_run_directory(config), config.eval_envs[1].env_id
-    recorded = json.loads((made / "versions.json").read_text())["questions"]
-    assert recorded == {env_id: read_questions(env_id).sha256}
-    assert not [*lasting_changes(made, config)]
-    write_questions(questions, [1, 3])
-    read_questions.cache_clear()
-    (problem,) = lasting_changes(made, config)
-    assert problem.startswith(f"{questions} changed since the run began") and "Restore the file" in problem
-    (made / "versions.json").write_text("{}")  # a run of an earlier version
-    assert not [*lasting_changes(made, config)]
-
-
-def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
+def test_run_scores_questions_beside_its_games_and_is_not_resumed_with_others(tmp_path: Path) -> None:
     questions = write_questions(tmp_path / "set.jsonl", ["1/2", 7, "half", 0.5])
     out = output_of(run_torchless("run", write_config(tmp_path, questions), "run.learning_steps=1", "run.eval_games=6"))
     (made,) = (tmp_path / "outputs").glob("*/*")
@@ -62,9 +46,14 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     assert {line["label"] for line in lines} >= {"before", "after"}
     assert re.search(rf"update 0  questions:{re.escape(str(questions))} +50\.0 % \(", out)
 
+    config, _ = read_config(made / "config.toml")
+    assert not [*lasting_changes(made, config)]
     write_questions(questions, ["1/2", 7, "half", 0.6])
+    read_questions.cache_clear()
     code, _, err = invoke("run", "--resume", made, "run.learning_steps=2")
-    assert code != 0 and f"{questions} changed since the run began" in err
+    assert code != 0 and f"{questions} changed since the run began" in err and "Restore the file" in err
+    (made / "versions.json").write_text("{}")  # a run of an earlier version
+    assert not [*lasting_changes(made, config)]
 
     output = tmp_path / "offline"
     offline = ("eval", "base", "--config", made / "config.toml", "--output", output, "--env", f"questions:{questions}")

@@ -68,10 +68,15 @@ async def test_engine_apart_from_the_learner_plays_through_its_turns(
 
 
 @pytest.mark.nightly
-def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "ForgetsInItsSleep", "learner.learning_rate=1e-2")
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [("ForgetsInItsSleep", r"engine-0 .*version 1\b"), ("NeverSleeps", "engine.when_shared = 'sleep': NeverSleeps ")],
+    ids=["loses its adapters", "cannot sleep"],
+)
+def test_engine_that_does_not_sleep_well_ends_the_run(tmp_path: Path, engine: str, says: str) -> None:
+    code, _, err = train(tmp_path, engine, "learner.learning_rate=1e-2")
     assert code == 1
-    assert re.search(r"engine-0 .*version 1\b", err), err
+    assert re.search(says, err), err
 
 
 @pytest.mark.nightly
@@ -79,20 +84,9 @@ def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path)
     changes = ("algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
     runs.output_of(train(tmp_path, "DiesInItsSleep", *changes))
     assert runs.num_updates(tmp_path) == 1
-    assert [what for what in diary(tmp_path) if what in ("start", "sleep", "learnt")] == [
-        "start",
-        "sleep",
-        "learnt",
-        "start",
-    ]
+    events = [what for what in diary(tmp_path) if what in ("start", "sleep", "learnt")]
+    assert events == ["start", "sleep", "learnt", "start"]
     assert "1 of 5" in alarms(tmp_path)
-
-
-@pytest.mark.nightly
-def test_engine_that_cannot_sleep_is_refused_before_the_first_game(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "NeverSleeps")
-    assert code == 1
-    assert "engine.when_shared = 'sleep'" in err and "NeverSleeps" in err
 
 
 @pytest.mark.gpu
