@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
@@ -112,9 +113,10 @@ def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
         return await task
 
     with futures.ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(run_in_loop, cancellable())
         try:
-            return outcome.result()
+            return thread.submit(run_in_loop, cancellable()).result()
         except KeyboardInterrupt:
-            cancel.result()()
+            thread.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(TimeoutError):  # of an interrupt before the thread has begun
+                cancel.result(timeout=5)()
             raise
