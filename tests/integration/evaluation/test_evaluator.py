@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -25,6 +26,7 @@ from fakes.handmade_adapters import small, write_adapter, write_run
 from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.cli.app import app
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
+from unstable_lite.evaluation.calls import _in_a_loop
 from unstable_lite.evaluation.evaluator import Evaluated, LoadedAdapters, evaluate
 from unstable_lite.evaluation.models import find_models
 from unstable_lite.evaluation.plan import plan_evaluation
@@ -144,6 +146,25 @@ def test_ctrl_c_ends_a_call_within_an_event_loop(run: Path, tmp_path: Path) -> N
     (tmp_path / "cell.py").write_text(script.replace("OVERRIDES", repr(SCRIPTED)))
     process = subprocess.run([sys.executable, tmp_path / "cell.py"], capture_output=True, text=True, timeout=120)
     assert process.returncode == 0 and "interrupted" in process.stdout, process.stdout + process.stderr
+
+
+async def test_interrupt_before_the_wait_ends_a_call_within_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, ended = futures.ThreadPoolExecutor.submit, futures.Future[bool]()
+
+    def interrupted(*arguments: Any) -> None:
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    async def games() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set_result(True)
+
+    monkeypatch.setattr(futures.ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _in_a_loop(games())
+    assert ended.result(timeout=0)
 
 
 def rewritten(played: Played, output: Path, rows: list[dict[str, Any]], *models: str) -> list[CellEvaluation]:
