@@ -13,7 +13,7 @@ from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games import env_catalogue
-from unstable_lite.games.env_catalogue import is_isolated, probe, trial
+from unstable_lite.games.env_catalogue import is_isolated, trial
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import Player, PolicyPlayer
@@ -26,7 +26,7 @@ from unstable_lite.planning.validation import find_engine_problems
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import Tally
-from unstable_lite.types import Generation, Reply, Sampling
+from unstable_lite.types import AgentSpec, GameRecord, Generation, Reply, Sampling
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
 
@@ -64,12 +64,6 @@ def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id, valid):
     assert start_environment(env_id, 2, 1).play("nonsense") is None, "none by default"
 
 
-@pytest.mark.parametrize("observation", ["env", "first-last", "board"])
-def test_arguments_are_those_of_the_env_in_any_observation(observation):
-    env = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
-    assert "pile 1: 3" in env.observe()[1]
-
-
 def test_a_move_that_does_not_raise_the_count_of_errors_is_valid():
     env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
     env.play("nonsense")
@@ -78,35 +72,33 @@ def test_a_move_that_does_not_raise_the_count_of_errors_is_valid():
     assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
 
 
-async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues():
-    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
-    record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
-    players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
+async def played(env_id: str, players: dict[int, Any], num_trained: int = 0, **keys: Any) -> GameRecord:
+    env = EvalEnvSpec(env_id=env_id, num_players=3 if "Dice" in env_id else 2, **keys)
+    trained = tuple(range(num_trained))
+    record = new_record(new_game(env, [BASE] * env.num_players, 0, "train" if trained else "eval", 2, trained=trained))
     await run_game(record, environment_of(record.spec, 1), players)
-    assert [turn.is_invalid for turn in record.turns] == [True, False, True]
-    assert (record.end, record.invalid_pids) == ("truncated", ())
+    return record
 
 
-async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end():
-    env = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3, error_allowance=1, max_turns=4)
-    record = new_record(new_game(env, [BASE] * 3, 0, "eval", 1))
-    bids = {pid: Says(f"[Bid: {pid}, 2]", f"[Bid: {pid}, 3]") for pid in (1, 2)}
-    await run_game(record, environment_of(record.spec, 1), {0: Says("nonsense", "nonsense")} | bids)
-    assert [(turn.pid, turn.is_invalid) for turn in record.turns] == [(0, True), (0, True), (1, False), (2, False)]
-    assert (record.end, record.invalid_pids) == ("truncated", (0,))
-
-
-def test_unknown_arguments_are_refused_with_those_that_the_env_accepts():
-    def problem(env_id: str, **kwargs: Any) -> str:
-        return str(probe(env_id, 2, "env", tuple(kwargs.items())).problem)
-
-    assert "no argument rows; it accepts is_open, num_rows, num_cols" in problem("ConnectFour-v0-train", rows=5)
-    assert "set error_allowance of the env" in problem("Nim-v0-train", error_allowance=5)
-    assert "write env_id = 'openspiel:nim(a=5)'" in problem("openspiel:nim", a=5)
-    assert "does not start" in problem("ConnectFour-v0-train", num_rows="many")
-    assert "does not start" in problem("BabyAiText-v0", a=1)  # its module cannot be imported
-    (refused,) = find_engine_problems(config_of(env_kwargs={"rows": 5}))
-    assert "train_envs.0" in refused and "no argument rows" in refused
+@pytest.mark.parametrize(
+    ("env_id", "answers", "turns", "invalid_pids"),
+    [
+        ("TicTacToe-v0-train", [["nonsense", "[4]"], ["nonsense"]], [(0, True), (0, False), (1, True)], ()),
+        (
+            "LiarsDice-v0-small-train",
+            [["nonsense", "nonsense"], ["[Bid: 1, 2]"], ["[Bid: 2, 2]"]],
+            [(0, True), (0, True), (1, False), (2, False)],
+            (0,),
+        ),
+    ],
+)
+async def test_invalid_moves_of_a_game_that_continues_count_only_against_a_player_whom_they_removed(
+    env_id, answers, turns, invalid_pids
+):
+    players = {pid: Says(*actions) for pid, actions in enumerate(answers)}
+    record = await played(env_id, players, error_allowance=1, max_turns=len(turns))
+    assert [(turn.pid, turn.is_invalid) for turn in record.turns] == turns
+    assert (record.end, record.invalid_pids) == ("truncated", invalid_pids)
 
 
 @pytest.mark.parametrize(
@@ -132,20 +124,16 @@ def test_blind_player_is_refused_in_an_env_with_arguments():
     )
 
 
-def test_opponents_and_trial_games_see_the_env_with_its_arguments():
+def test_games_trials_and_probes_see_the_env_with_its_arguments():
     def lengths(**keys: Any) -> tuple[int, ...]:
         return trial(config_of(**keys).train_envs[0]).lengths
 
     assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
     assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
-
-
-@pytest.mark.parametrize("env_id", ["QuantumTicTacToe-v0-train", "SpiteAndMalice-v0-train"])
-def test_env_with_rewards_of_other_players_is_refused(env_id):
-    (problem,) = find_engine_problems(config_of(NIM | {"env_id": env_id, "num_players": 1}))
-    assert "a trial game failed" in problem and "exactly one entry for each of 1 players" in problem
-    assert not find_engine_problems(config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"}))
+    for observation in ("env", "first-last", "board"):
+        game = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
+        assert "pile 1: 3" in game.observe()[1]
 
 
 class OddNim(NimEnv):  # type: ignore[misc]
@@ -166,7 +154,10 @@ class OddNim(NimEnv):  # type: ignore[misc]
         if self.fault == "asks a judge":
             raise ConnectionError("no network here")
         rewards, remarks = super().close()
-        odd = {"lacks a reward": {0: 1}, "pays text": {0: "1", 1: 0}, "pays nan": {0: float("nan"), 1: 0}}
+        odd = {
+            "pays none": None, "pays one": {0: 1}, "pays a third": {0: 1, 1: 1, 2: 1}, "pays text": {0: "1", 1: 0},
+            "pays nan": {0: float("nan"), 1: 0}, "pays true": {0: True, 1: 0},
+        }  # fmt: skip
         return odd.get(self.fault, rewards), remarks
 
 
@@ -178,7 +169,10 @@ def register_odd(family: str, fault: str) -> str:
     return env_id
 
 
-@pytest.mark.parametrize("fault", ["raises", "lacks a reward", "pays text", "pays nan", "asks a judge", ""])
+PAYMENTS = ["pays none", "pays one", "pays a third", "pays text", "pays nan", "pays true"]
+
+
+@pytest.mark.parametrize("fault", [*PAYMENTS, "raises", "asks a judge", ""])
 @pytest.mark.parametrize("family", ["Nim", "Unknown"])
 def test_trial_game_finds_what_is_wrong_with_an_env(fault, family):
     env_id = register_odd(family, fault)
@@ -204,10 +198,9 @@ def test_trial_game_has_an_end_by_turns_and_by_time(fault, seconds, monkeypatch)
 @pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])
 async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowance, is_out):
     """The critic judges a player's last step, unless the turn cap cut off a player who could still move."""
-    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=allowance, max_turns=1)
-    record = new_record(new_game(env, [BASE, BASE], 0, "train", 2, trained=(0,)))
-    player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)
-    await run_game(record, environment_of(record.spec, 1), {0: player})
+    agent = AgentSpec(pid=0, model=BASE, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
+    player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], agent, 2)
+    record = await played("TicTacToe-v0-train", {0: player}, num_trained=1, error_allowance=allowance, max_turns=1)
     (step,) = record.trajectories[0].steps
     assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
 
@@ -222,17 +215,14 @@ def test_env_is_isolated_if_its_arguments_make_its_reset_slow():
     assert is_isolated(slow) and not is_isolated(slow.model_copy(update={"env_kwargs": small}))
 
 
-def test_eval_env_played_with_other_arguments_is_named():
-    (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
-    assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
-
-
-def test_eval_env_inherits_arguments_and_a_spec_is_made_of_anothers_values():
+def test_eval_env_inherits_arguments_or_is_named_and_a_spec_is_made_of_anothers_values():
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
     assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
     assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
     (spec,) = config_of(env_kwargs={"piles": [1, 1]}).train_envs
     assert TrainEnvSpec(**vars(spec)) == spec
+    (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
+    assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
 
 
 def test_same_env_and_opponent_may_be_listed_once_for_each_sampling():
@@ -264,15 +254,12 @@ async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step):
 
 
 def test_titles_name_the_sampling_and_no_opponent_if_there_is_none():
-    alone = {"env_id": "TowerOfHanoi-v0-train", "num_players": 1}
-    shown = []
-    for keys in ({"temperature": 0}, {}):
-        (env,) = config_of(alone | keys).eval_envs
+    for keys, title in (({"temperature": 0}, "TowerOfHanoi-v0-train, greedy;"), ({}, "TowerOfHanoi-v0-train;")):
+        (env,) = config_of({"env_id": "TowerOfHanoi-v0-train", "num_players": 1} | keys).eval_envs
         tally = Tally()
         tally.add("na", 0.5, own_invalid=False)
-        shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
-    assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
-    assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
+        shown = tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe()
+        assert f"in 1 games of {title}" in shown
     opponents = ("none", "none, greedy", "scripted:random, greedy", "nonesuch/model")
     ends = ("", ", greedy", " against scripted:random, greedy", " against nonesuch/model")
     assert tuple(map(against, opponents)) == ends

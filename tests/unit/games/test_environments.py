@@ -2,6 +2,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,7 @@ from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, probe
-from unstable_lite.games.environments import Environment, _checked_rewards, env_ids
+from unstable_lite.games.environments import Environment, env_ids
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.validation import find_problems
@@ -88,46 +89,64 @@ def test_observation_must_be_text():
             look()
 
 
+BOARD, FIRST_LAST = {"observation": "board"}, {"observation": "first-last"}
+
+
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("env_id", "num_players", "keys", "says"),
     [
-        ("Beyond", "player 2 is to move, but players are 0 to 1"),
-        ("Negative", "player -1 is to move"),
-        ("Fraction", "player 0.7 is to move"),
-        ("Named", "player 'zero' is to move"),
-        ("Nothing", "get_observation returned None, not a player and an observation"),
+        ("fakes.faulty_envs:Beyond-v0", 2, {}, "player 2 is to move, but players are 0 to 1"),
+        ("fakes.faulty_envs:Negative-v0", 2, {}, "player -1 is to move"),
+        ("fakes.faulty_envs:Fraction-v0", 2, {}, "player 0.7 is to move"),
+        ("fakes.faulty_envs:Named-v0", 2, {}, "player 'zero' is to move"),
+        ("fakes.faulty_envs:Nothing-v0", 2, {}, "get_observation returned None, not a player and an observation"),
+        ("TicTacTo-v0-train", 2, {}, "'TicTacToe-v0-train'"),
+        ("TicTacToe-v0-raw", 2, {}, "-raw"),
+        ("TicTacToe-v0-train", 3, {}, "num_players = 3"),
+        ("MarketEntryGame-v0-train", 4, {}, "loop"),
+        ("Hangman-v0-train", 1, {}, "LookupError"),
+        ("custom_envs:RaceTo20-v0-train", 2, {}, "'custom_envs'"),
+        ("custom_env:RaceTo21-v0", 2, {}, "'RaceTo21-v0'"),
+        ("fakes.faulty_envs:Wrapped-v0", 2, FIRST_LAST, "'Wrapped-v0-raw'"),
+        ("KuhnPoker-v0-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("ConnectFour-v0-blind-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("IteratedRockPaperScissors-v0-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("fakes.faulty_envs:Quiet-v0", 2, BOARD, "GAME_BOARD"),
+        ("openspiel:kuhn_poker", 2, BOARD, "OpenSpiel has one text; leave it out"),
+        ("openspiel:nim", 2, {"a": 5}, "write env_id = 'openspiel:nim(a=5)'"),
+        ("ConnectFour-v0-train", 2, {"rows": 5}, "no argument rows; it accepts is_open, num_rows, num_cols"),
+        ("ConnectFour-v0-train", 2, {"num_rows": "many"}, "does not start"),
+        ("Nim-v0-train", 2, {"error_allowance": 5}, "set error_allowance of the env"),
+        ("BabyAiText-v0", 2, {"a": 1}, "does not start"),  # its module cannot be imported
     ],
 )
-def test_turn_must_be_that_of_a_player(name, says):
-    problem = probe(f"fakes.faulty_envs:{name}-v0", 2).problem
-    assert problem is not None and says in problem
+@pytest.mark.filterwarnings("ignore")  # from nltk without a network
+def test_unusable_env_says_why(monkeypatch, env_id, num_players, keys, says):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    observation = keys.get("observation", "env")
+    arguments = tuple((name, value) for name, value in keys.items() if name != "observation")
+    assert says in str(probe(env_id, num_players, observation, arguments).problem)
+
+
+def config_of(entry: dict[str, Any], **sections: Any) -> Config:
+    return Config.model_validate({"train_envs": [{"num_players": 2, "num_actors": 2} | entry], **sections})
+
+
+def test_problem_of_an_env_is_reported_once_for_each_of_its_uses():
+    entry, says = {"env_id": "fakes.faulty_envs:Wrapped-v0", "num_players": 2} | FIRST_LAST, "'Wrapped-v0-raw'"
+    evaluated = [entry | {"fixed_opponent": "scripted:random"}]
+    config = config_of(entry, eval_envs=evaluated, sft={"players": ["scripted:random"]})
+    for problems in (find_problems(config), find_sft_problems(config)):
+        assert [says in problem for problem in problems] == [True, True]
+    (refused,) = find_problems(config_of({"env_id": "Nim-v0-train", "env_kwargs": {"rows": 5}}))
+    assert "train_envs.0" in refused and "no argument rows" in refused
+    assert probe(entry["env_id"], 2).problem is None
+    assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 
 def test_env_whose_games_the_seed_does_not_determine_is_warned_of():
-    env = {"env_id": "fakes.faulty_envs:Counting-v0", "num_players": 2, "num_actors": 2}
-    rows = make_plan(Config.model_validate({"train_envs": [env]})).describe()
+    rows = make_plan(config_of({"env_id": "fakes.faulty_envs:Counting-v0"})).describe()
     assert [name for name, text in rows if "two games with the same seed began differently" in text] == ["warning"]
-
-
-@pytest.mark.parametrize(
-    "rewards", [None, {0: 1}, {0: "reason", 1: 1}, {0: float("nan"), 1: 0}, {0: True, 1: 0}, {0: 1, 1: 1, 2: 1}]
-)
-def test_rewards_must_be_one_finite_number_per_player(rewards):
-    with pytest.raises(EnvError, match="TicTacToe"):
-        _checked_rewards("TicTacToe-v0", 2, rewards)
-
-
-@pytest.mark.parametrize(
-    ("env_id", "num_players", "says"),
-    [
-        ("TicTacTo-v0-train", 2, "'TicTacToe-v0-train'"), ("TicTacToe-v0-raw", 2, "-raw"),
-        ("TicTacToe-v0-train", 3, "num_players = 3"),
-        ("MarketEntryGame-v0-train", 4, "loop"), ("Hangman-v0-train", 1, "LookupError"),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")  # from nltk without a network
-def test_unusable_env_says_why(env_id, num_players, says):
-    assert says in str(probe(env_id, num_players).problem)
 
 
 def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch):
@@ -140,30 +159,6 @@ def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch
     assert starts[:12] == starts[12:]
     assert len(set(starts)) > 3
     assert Environment(env_id, 2, 0, observation="first-last").observe()[1]
-    assert "'custom_envs'" in str(probe("custom_envs:RaceTo20-v0-train", 2).problem)
-    assert "'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
-
-
-def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path, monkeypatch):
-    (tmp_path / "wrapped_env.py").write_text(
-        "import textarena as ta\n"
-        "ta.envs.registration.register(\n"
-        "    'Wrapped-v0', 'textarena.envs.Nim.env:NimEnv', [ta.wrappers.LLMObservationWrapper], piles=[3, 4]\n"
-        ")\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    says = "'Wrapped-v0-raw'"
-    assert probe("wrapped_env:Wrapped-v0", 2).problem is None
-    assert says in str(probe("wrapped_env:Wrapped-v0", 2, "first-last").problem)
-    players = {"num_players": 2, "observation": "first-last"}
-    entry = {"env_id": "wrapped_env:Wrapped-v0", **players}
-    evaluated = {**entry, "fixed_opponent": "scripted:random"}
-    config = Config.model_validate(
-        {"train_envs": [{**entry, "num_actors": 2}], "eval_envs": [evaluated], "sft": {"players": ["scripted:random"]}}
-    )
-    assert [says in problem for problem in find_problems(config)] == [True, True]
-    assert [says in problem for problem in find_sft_problems(config)] == [True, True]  # each is reported once
-    assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
@@ -243,29 +238,6 @@ def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id):
             assert full.step(action) == is_over
     assert len(set(state_of.values())) == len(state_of), "one state has two prompts"
     assert longest > 80, "the list of past moves is left out"
-
-
-@pytest.mark.parametrize(
-    ("env_id", "says"),
-    [
-        ("KuhnPoker-v0-train", "TicTacToe, WildTicTacToe"),
-        ("ConnectFour-v0-blind-train", "TicTacToe, WildTicTacToe"),
-        ("IteratedRockPaperScissors-v0-train", "TicTacToe, WildTicTacToe"),
-        ("board_less:Quiet-v0", "GAME_BOARD"),
-    ],
-)
-def test_board_is_refused_if_no_board_shows_the_state(env_id, says, tmp_path, monkeypatch):
-    (tmp_path / "board_less.py").write_text(
-        "import textarena as ta\n"
-        "entry = 'textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv'\n"
-        "for name in ('Quiet-v0', 'Quiet-v0-raw'):\n"
-        "    if name not in ta.envs.registration.ENV_REGISTRY:\n"
-        "        ta.envs.registration.register(name, entry, [], num_rounds=2)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert says in str(probe(env_id, 2, "board").problem)
-    entry = {"env_id": env_id, "num_players": 2, "num_actors": 2, "observation": "board"}
-    assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))
 
 
 def test_pattern_that_no_env_id_contains_is_refused_with_a_similar_one():
