@@ -13,6 +13,7 @@ from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, solved_moves, uniform
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.openspiel.sampled_policy import SampledPolicy
+from unstable_lite.types import UTILITY
 
 pyspiel = pytest.importorskip("pyspiel")
 
@@ -27,6 +28,7 @@ SOLVED = (
     pytest.param("leduc_poker", marks=pytest.mark.nightly),
 )
 KUHN, BOARD = "openspiel:kuhn_poker", "openspiel:tic_tac_toe"
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
 NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
 
 
@@ -75,25 +77,28 @@ def test_answers_that_are_not_listed_forfeit():
     assert played.win + played.draw + played.loss == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("seat", "rest"), [(0, 0.0), (1, 0.3)])
-def test_computed_outcomes_are_those_of_played_games(seat, rest):
-    tree = flatten(KUHN)
+@pytest.mark.parametrize(
+    ("env_id", "seat", "rest", "tolerance"),
+    [(KUHN, 0, 0.0, 0.035), (KUHN, 1, 0.3, 0.035), (GOOFSPIEL, 0, 0.1, 0.05), ("openspiel:matrix_brps", 1, 0.1, 0.05)],
+)
+def test_computed_outcomes_are_those_of_played_games(env_id, seat, rest, tolerance):
+    """The tree of a game with simultaneous moves has the prompts of play, in which the seats answer in turn."""
+    tree = flatten(env_id)
     policy, rng, utilities = random_policy(tree, rest=rest), np.random.default_rng(1), []
     number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
-    for game_seed in range(2500):
-        game = OpenSpielGame(KUHN, 2, game_seed)
+    for game_seed in range(2500 if env_id == KUHN else 1000):
+        game = OpenSpielGame(env_id, 2, game_seed)
         turn: tuple[int, str] | None = game.observe()
         while turn is not None:
             index = number[turn]
             options = [*(f"[{name}]" for name in tree.states[index].actions), "pardon?"]
             p = policy[index]
             turn = game.play(str(rng.choice(options, p=[*p, max(0.0, 1 - p.sum())])))
-        rewards, _ = game.close()
-        utilities.append(2 * rewards[seat])  # `reward_scale` is 1 / 2
+        utilities.append(game.close()[1][seat][UTILITY])
     error = np.std(utilities) / np.sqrt(len(utilities))
     computed = tree.outcomes(policy, seat, policy)
     assert computed.utility == pytest.approx(np.mean(utilities), abs=4 * error)
-    assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=0.035)
+    assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=tolerance)
 
 
 @pytest.mark.parametrize("seat", [0, 1])
