@@ -194,7 +194,8 @@ async def test_invalid_move_is_marked_even_if_its_player_continues():
     ("rewards", "has_teams", "outcomes"),
     [
         ((-1.0, -1.0), False, ["draw", "draw"]), ((-0.2, -0.9), False, ["win", "loss"]),
-        ((1, 1, -1), True, ["win", "win", "loss"]), ((1, 1, -1), False, ["draw", "draw", "loss"]),
+        ((1, -1, 1, -1), True, ["win", "loss"] * 2), ((1, 1, -1), True, ["win", "win", "loss"]),
+        ((1, 1, -1), False, ["draw", "draw", "loss"]),
         ((0, 0, 0), True, ["draw"] * 3), ((0.5, 1, -1), False, ["loss", "win", "loss"]), ((0.3,), False, ["na"]),
     ],
 )  # fmt: skip
@@ -254,37 +255,33 @@ async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone
     assert record.trajectories[0].final_reward == record.rewards[0]
 
 
+def failing(num_answers: int, error: Exception) -> Generates:
+    """Return a function that takes the first free cell in its first answers and then raises."""
+
+    def answer(prompt: str, turn: int) -> str:
+        if turn >= num_answers:
+            raise error
+        return first_cell(prompt)
+
+    return saying(answer)
+
+
 async def test_full_context_is_trained_on_as_the_turn_cap_is():
-    def answering(num_answers: int) -> Generates:
-        def answer(prompt: str, turn: int) -> str:
-            if turn >= num_answers:
-                raise RequestError("prompt has 101 tokens; the limit is 99", reason="prompt_too_long")
-            return first_cell(prompt)
-
-        return saying(answer)
-
-    full, capped = (
-        await played(tictactoe(POLICY, RANDOM), answering(2)),
-        await played(tictactoe(POLICY, RANDOM, max_turns=4)),
-    )
+    too_long = RequestError("prompt has 101 tokens; the limit is 99", reason="prompt_too_long")
+    full = await played(tictactoe(POLICY, RANDOM), failing(2, too_long))
+    capped = await played(tictactoe(POLICY, RANDOM, max_turns=4))
     assert (full.rewards, full.outcomes, full.turns) == (capped.rewards, capped.outcomes, capped.turns)
     for mine, its in zip(full.trajectories[0].steps, capped.trajectories[0].steps, strict=True):
         assert (mine.context.reason, its.context.reason) == ("context_full", "")
         assert structs.replace(mine.context, reason="") == its.context
         assert _is_capped(mine.context)
-    nobody = await played(tictactoe(POLICY, POLICY), answering(1))
+    nobody = await played(tictactoe(POLICY, POLICY), failing(1, too_long))
     assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
 
 
 async def test_failed_game_stays_void_and_keeps_its_turns():
-    def breaks(prompt: str, turn: int) -> str:
-        if turn == 2:
-            raise RuntimeError("no more")
-        return first_cell(prompt)
-
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
     with pytest.raises(RuntimeError):
-        await run_game(record, make_in_process(spec), PlayerFactory(saying(breaks)).players(spec))
-    assert record.end == "void"
-    assert len(record.turns) == 2
+        await run_game(record, make_in_process(spec), PlayerFactory(failing(2, RuntimeError())).players(spec))
+    assert (record.end, len(record.turns)) == ("void", 2)
