@@ -194,8 +194,7 @@ async def test_invalid_move_is_marked_even_if_its_player_continues():
     ("rewards", "has_teams", "outcomes"),
     [
         ((-1.0, -1.0), False, ["draw", "draw"]), ((-0.2, -0.9), False, ["win", "loss"]),
-        ((1, -1, 1, -1), True, ["win", "loss"] * 2), ((1, 1, -1), True, ["win", "win", "loss"]),
-        ((1, 1, -1), False, ["draw", "draw", "loss"]),
+        ((1, 1, -1), True, ["win", "win", "loss"]), ((1, 1, -1), False, ["draw", "draw", "loss"]),
         ((0, 0, 0), True, ["draw"] * 3), ((0.5, 1, -1), False, ["loss", "win", "loss"]), ((0.3,), False, ["na"]),
     ],
 )  # fmt: skip
