@@ -158,7 +158,7 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
         assert tree.outcomes(uniform(tree), seat, perfect).win > 0.7
 
 
-def test_game_that_is_no_board_or_too_large_has_no_solved_moves(monkeypatch):
+def test_only_a_small_board_game_has_solved_moves(monkeypatch):
     monkeypatch.setattr(game_tree, "MOST_COUNTED", 1000)
     for other in (KUHN, "Nim-v0-train", "openspiel:nim(pile_sizes=9;9;9;9)"):
         assert solved_moves(other) is None
