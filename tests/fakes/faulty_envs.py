@@ -1,4 +1,4 @@
-"""Envs that break one promise each: who is to move, a turn, or games that the seed determines."""
+"""Envs that break one promise each: who is to move, a turn, games that the seed determines, a bare id, a board."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from textarena.envs.Nim.env import NimEnv
 from textarena.envs.registration import ENV_REGISTRY, register
+from textarena.wrappers import LLMObservationWrapper
 
 NUMBERS = itertools.count()
 TURNS: dict[str, Any] = {
@@ -28,3 +29,7 @@ for name, change in TURNS.items():
             return self.change(super().get_observation())
 
     register(id=f"{name}-v0", entry_point=Faulty, **nim.kwargs)
+
+register("Wrapped-v0", NimEnv, [LLMObservationWrapper], piles=[3, 4])
+for name in ("Quiet-v0", "Quiet-v0-raw"):
+    register(name, "textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv", [], num_rounds=2)

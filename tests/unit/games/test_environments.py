@@ -1,22 +1,43 @@
+"""TextArena's envs: separate random streams, reasons why they cannot be used, observations, and settings of an env."""
+
 import random
 import re
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from textarena.envs.Nim.env import NimEnv
+from textarena.envs.registration import ENV_REGISTRY, register
 from typer.testing import CliRunner
 
+from fakes.game_records import BASE, make_generation
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
+from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import EnvError
-from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, probe
-from unstable_lite.games.environments import Environment, _checked_rewards, env_ids
+from unstable_lite.evaluation.probing import random_positions
+from unstable_lite.games import env_catalogue
+from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, is_isolated, probe, trial
+from unstable_lite.games.env_start import environment_of, start_environment
+from unstable_lite.games.environments import Environment, env_ids
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.policy import Player, PolicyPlayer
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
-from unstable_lite.planning.plan import make_plan
-from unstable_lite.planning.validation import find_problems
+from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.league.game_scheduler import new_game
+from unstable_lite.planning.envs import played_otherwise
+from unstable_lite.planning.plan import make_engine_plan, make_plan
+from unstable_lite.planning.rules import training_rules
+from unstable_lite.planning.validation import find_engine_problems, find_problems
+from unstable_lite.rollout.collector import LockStep
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.sft.session import find_sft_problems
+from unstable_lite.tracking.evaluations import Tally
+from unstable_lite.types import AgentSpec, GameRecord, Generation, Reply, Sampling
 
-# Envs that draw random numbers in the middle of a game (REFERENCE.md 3.6), from `random` or `numpy.random`.
 DRAWING = [
     ("KuhnPoker-v0-train", 2),
     ("LiarsDice-v0-small-train", 3),
@@ -31,6 +52,12 @@ DRAWING = [
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GAMES_PAGE = Path(__file__).parents[3] / "docs" / "games.md"
+NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
+
+
+def config_of(*eval_envs: dict[str, Any], sft: dict[str, Any] | None = None, **train: Any) -> Config:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2} | train
+    return Config.model_validate({"train_envs": [env], "eval_envs": eval_envs, "sft": sft or {}})
 
 
 def play(env_id: str, num_players: int, seed: int, max_turns: int = 40) -> list[object]:
@@ -53,10 +80,10 @@ def _turns(env_id: str, num_players: int, seed: int, max_turns: int = 40):  # ty
 def test_interleaved_games_equal_games_played_alone(env_id, num_players):
     random.seed(7)
     before = random.getstate()
-    alone = [play(env_id, num_players, seed) for seed in range(3)]
+    alone = [play(env_id, num_players, seed) for seed in range(2)]
     assert random.getstate() == before, "the global stream stays as it is"
-    interleaved: list[list[object]] = [[] for _ in range(3)]
-    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(3)))
+    interleaved: list[list[object]] = [[] for _ in range(2)]
+    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(2)))
     shuffle = random.Random(1)
     while games:
         index = shuffle.choice(list(games))
@@ -88,46 +115,60 @@ def test_observation_must_be_text():
             look()
 
 
+BOARD, FIRST_LAST = {"observation": "board"}, {"observation": "first-last"}
+
+
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("env_id", "num_players", "keys", "says"),
     [
-        ("Beyond", "player 2 is to move, but players are 0 to 1"),
-        ("Negative", "player -1 is to move"),
-        ("Fraction", "player 0.7 is to move"),
-        ("Named", "player 'zero' is to move"),
-        ("Nothing", "get_observation returned None, not a player and an observation"),
+        ("fakes.faulty_envs:Beyond-v0", 2, {}, "player 2 is to move, but players are 0 to 1"),
+        ("fakes.faulty_envs:Negative-v0", 2, {}, "player -1 is to move"),
+        ("fakes.faulty_envs:Fraction-v0", 2, {}, "player 0.7 is to move"),
+        ("fakes.faulty_envs:Named-v0", 2, {}, "player 'zero' is to move"),
+        ("fakes.faulty_envs:Nothing-v0", 2, {}, "get_observation returned None, not a player and an observation"),
+        ("TicTacTo-v0-train", 2, {}, "'TicTacToe-v0-train'"),
+        ("TicTacToe-v0-raw", 2, {}, "-raw"),
+        ("TicTacToe-v0-train", 3, {}, "num_players = 3"),
+        ("MarketEntryGame-v0-train", 4, {}, "loop"),
+        ("Hangman-v0-train", 1, {}, "LookupError"),
+        ("custom_envs:RaceTo20-v0-train", 2, {}, "'custom_envs'"),
+        ("custom_env:RaceTo21-v0", 2, {}, "'RaceTo21-v0'"),
+        ("fakes.faulty_envs:Wrapped-v0", 2, FIRST_LAST, "'Wrapped-v0-raw'"),
+        ("KuhnPoker-v0-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("ConnectFour-v0-blind-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("IteratedRockPaperScissors-v0-train", 2, BOARD, "TicTacToe, WildTicTacToe"),
+        ("fakes.faulty_envs:Quiet-v0", 2, BOARD, "GAME_BOARD"),
+        ("openspiel:kuhn_poker", 2, BOARD, "OpenSpiel has one text; leave it out"),
+        ("openspiel:nim", 2, {"a": 5}, "write env_id = 'openspiel:nim(a=5)'"),
+        ("ConnectFour-v0-train", 2, {"rows": 5}, "no argument rows; it accepts is_open, num_rows, num_cols"),
+        ("ConnectFour-v0-train", 2, {"num_rows": "many"}, "does not start"),
+        ("Nim-v0-train", 2, {"error_allowance": 5}, "set error_allowance of the env"),
+        ("BabyAiText-v0", 2, {"a": 1}, "does not start"),  # its module cannot be imported
     ],
 )
-def test_turn_must_be_that_of_a_player(name, says):
-    problem = probe(f"fakes.faulty_envs:{name}-v0", 2).problem
-    assert problem is not None and says in problem
+@pytest.mark.filterwarnings("ignore")  # from nltk without a network
+def test_unusable_env_says_why(monkeypatch, env_id, num_players, keys, says):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    observation = keys.get("observation", "env")
+    arguments = tuple((name, value) for name, value in keys.items() if name != "observation")
+    assert says in str(probe(env_id, num_players, observation, arguments).problem)
+
+
+def test_problem_of_an_env_is_reported_once_for_each_of_its_uses():
+    entry, says = {"env_id": "fakes.faulty_envs:Wrapped-v0", "num_players": 2} | FIRST_LAST, "'Wrapped-v0-raw'"
+    evaluated = entry | {"fixed_opponent": "scripted:random"}
+    config = config_of(evaluated, sft={"players": ["scripted:random"]}, **entry)
+    for problems in (find_problems(config), find_sft_problems(config)):
+        assert [says in problem for problem in problems] == [True, True]
+    (refused,) = find_problems(config_of(env_kwargs={"rows": 5}))
+    assert "train_envs.0" in refused and "no argument rows" in refused
+    assert probe(entry["env_id"], 2).problem is None
+    assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 
 def test_env_whose_games_the_seed_does_not_determine_is_warned_of():
-    env = {"env_id": "fakes.faulty_envs:Counting-v0", "num_players": 2, "num_actors": 2}
-    rows = make_plan(Config.model_validate({"train_envs": [env]})).describe()
+    rows = make_plan(config_of(env_id="fakes.faulty_envs:Counting-v0")).describe()
     assert [name for name, text in rows if "two games with the same seed began differently" in text] == ["warning"]
-
-
-@pytest.mark.parametrize(
-    "rewards", [None, {0: 1}, {0: "reason", 1: 1}, {0: float("nan"), 1: 0}, {0: True, 1: 0}, {0: 1, 1: 1, 2: 1}]
-)
-def test_rewards_must_be_one_finite_number_per_player(rewards):
-    with pytest.raises(EnvError, match="TicTacToe"):
-        _checked_rewards("TicTacToe-v0", 2, rewards)
-
-
-@pytest.mark.parametrize(
-    ("env_id", "num_players", "says"),
-    [
-        ("TicTacTo-v0-train", 2, "'TicTacToe-v0-train'"), ("TicTacToe-v0-raw", 2, "-raw"),
-        ("TicTacToe-v0-train", 3, "num_players = 3"),
-        ("MarketEntryGame-v0-train", 4, "loop"), ("Hangman-v0-train", 1, "LookupError"),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")  # from nltk without a network
-def test_unusable_env_says_why(env_id, num_players, says):
-    assert says in str(probe(env_id, num_players).problem)
 
 
 def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch):
@@ -140,30 +181,6 @@ def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(monkeypatch
     assert starts[:12] == starts[12:]
     assert len(set(starts)) > 3
     assert Environment(env_id, 2, 0, observation="first-last").observe()[1]
-    assert "'custom_envs'" in str(probe("custom_envs:RaceTo20-v0-train", 2).problem)
-    assert "'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
-
-
-def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path, monkeypatch):
-    (tmp_path / "wrapped_env.py").write_text(
-        "import textarena as ta\n"
-        "ta.envs.registration.register(\n"
-        "    'Wrapped-v0', 'textarena.envs.Nim.env:NimEnv', [ta.wrappers.LLMObservationWrapper], piles=[3, 4]\n"
-        ")\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    says = "'Wrapped-v0-raw'"
-    assert probe("wrapped_env:Wrapped-v0", 2).problem is None
-    assert says in str(probe("wrapped_env:Wrapped-v0", 2, "first-last").problem)
-    players = {"num_players": 2, "observation": "first-last"}
-    entry = {"env_id": "wrapped_env:Wrapped-v0", **players}
-    evaluated = {**entry, "fixed_opponent": "scripted:random"}
-    config = Config.model_validate(
-        {"train_envs": [{**entry, "num_actors": 2}], "eval_envs": [evaluated], "sft": {"players": ["scripted:random"]}}
-    )
-    assert [says in problem for problem in find_problems(config)] == [True, True]
-    assert [says in problem for problem in find_sft_problems(config)] == [True, True]  # each is reported once
-    assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
@@ -245,32 +262,241 @@ def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id):
     assert longest > 80, "the list of past moves is left out"
 
 
-@pytest.mark.parametrize(
-    ("env_id", "says"),
-    [
-        ("KuhnPoker-v0-train", "TicTacToe, WildTicTacToe"),
-        ("ConnectFour-v0-blind-train", "TicTacToe, WildTicTacToe"),
-        ("IteratedRockPaperScissors-v0-train", "TicTacToe, WildTicTacToe"),
-        ("board_less:Quiet-v0", "GAME_BOARD"),
-    ],
-)
-def test_board_is_refused_if_no_board_shows_the_state(env_id, says, tmp_path, monkeypatch):
-    (tmp_path / "board_less.py").write_text(
-        "import textarena as ta\n"
-        "entry = 'textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv'\n"
-        "for name in ('Quiet-v0', 'Quiet-v0-raw'):\n"
-        "    if name not in ta.envs.registration.ENV_REGISTRY:\n"
-        "        ta.envs.registration.register(name, entry, [], num_rounds=2)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert says in str(probe(env_id, 2, "board").problem)
-    entry = {"env_id": env_id, "num_players": 2, "num_actors": 2, "observation": "board"}
-    assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))
-
-
 def test_pattern_that_no_env_id_contains_is_refused_with_a_similar_one():
     refused = CliRunner().invoke(app, ["envs", "Nimm"])
     assert refused.exit_code == 1
     assert refused.output == "error: no env id contains 'Nimm'; did you mean 'Nim'?\n"
     listed = CliRunner().invoke(app, ["envs", "Nim-v0"])
     assert listed.exit_code == 0 and "scripted:optimal" in listed.output
+
+
+# settings of an env
+
+
+class Says(Player):
+    def __init__(self, *actions: str) -> None:
+        self._actions = iter(actions)
+
+    async def act(self, observation: str) -> Reply:
+        action = next(self._actions)
+        return Reply(action=action, text=action, prompt=observation)
+
+
+@pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "[4]")])
+def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id, valid):
+    env = start_environment(env_id, 2, 1, error_allowance=1)
+    env.observe()
+    turn = env.play("nonsense")
+    assert turn is not None and (turn[0], env.was_invalid) == (0, True)
+    assert ("not a legal action" in turn[1]) == env_id.startswith("openspiel:")
+    turn = env.play(valid)
+    assert turn is not None and (turn[0], env.was_invalid) == (1, False)
+    assert "not a legal action" not in turn[1]
+    assert env.play("nonsense") is not None  # a valid move sets the count back
+    assert env.play("nonsense") is None
+    assert env.was_invalid
+    rewards, remarks = env.close()
+    assert rewards == {0: 1.0, 1: -1.0}
+    assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
+    assert start_environment(env_id, 2, 1).play("nonsense") is None, "none by default"
+
+
+def test_a_move_that_does_not_raise_the_count_of_errors_is_valid():
+    env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
+    env.play("nonsense")
+    env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
+    env.play("[0 1]")
+    assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
+
+
+async def played(env_id: str, players: dict[int, Any], num_trained: int = 0, **keys: Any) -> GameRecord:
+    env = EvalEnvSpec(env_id=env_id, num_players=3 if "Dice" in env_id else 2, **keys)
+    trained = tuple(range(num_trained))
+    record = new_record(new_game(env, [BASE] * env.num_players, 0, "train" if trained else "eval", 2, trained=trained))
+    await run_game(record, environment_of(record.spec, 1), players)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("env_id", "answers", "turns", "invalid_pids"),
+    [
+        ("TicTacToe-v0-train", [["nonsense", "[4]"], ["nonsense"]], [(0, True), (0, False), (1, True)], ()),
+        (
+            "LiarsDice-v0-small-train",
+            [["nonsense", "nonsense"], ["[Bid: 1, 2]"], ["[Bid: 2, 2]"]],
+            [(0, True), (0, True), (1, False), (2, False)],
+            (0,),
+        ),
+    ],
+)
+async def test_invalid_moves_of_a_game_that_continues_count_only_against_a_player_whom_they_removed(
+    env_id, answers, turns, invalid_pids
+):
+    players = {pid: Says(*actions) for pid, actions in enumerate(answers)}
+    record = await played(env_id, players, error_allowance=1, max_turns=len(turns))
+    assert [(turn.pid, turn.is_invalid) for turn in record.turns] == turns
+    assert (record.end, record.invalid_pids) == ("truncated", invalid_pids)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": 1e-4}, {"temperature": float("inf")},
+     {"temperature": "greedy"}, {"top_p": 0}, {"top_p": 1.1}, {"error_allowance": -1}, {"error_allowance": 0.5},
+     {"env_kwargs": {"table": {}}}, {"env_kwargs": {"list": [{}]}}, {"env_kwargs": {"number": float("nan")}},
+     {"env_kwargs": {"list": [float("inf")]}}, {"env_kwargs": 3}, {"env_kwargs": [["a", 1]]}],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(keys):
+    train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}
+    _, problems = parse_config({"train_envs": [train], "eval_envs": [NIM | keys]})
+    assert len(problems) >= 1
+    assert all(problem.startswith(f"eval_envs.0.{next(iter(keys))}") for problem in problems), problems
+
+
+def test_blind_player_is_refused_in_an_env_with_arguments():
+    blind = NIM | {"fixed_opponent": "scripted:blind-random"}
+    assert not find_engine_problems(config_of(blind))
+    (problem,) = find_engine_problems(config_of(blind, env_kwargs={"piles": [1, 2]}))
+    assert problem.startswith(
+        "eval_envs.0: opponent 'scripted:blind-random' searches the env with its default arguments"
+    )
+
+
+def test_games_trials_and_probes_see_the_env_with_its_arguments():
+    def lengths(**keys: Any) -> tuple[int, ...]:
+        return trial(config_of(**keys).train_envs[0]).lengths
+
+    assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
+    assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
+    for observation in ("env", "first-last", "board"):
+        game = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
+        assert "pile 1: 3" in game.observe()[1]
+
+
+class OddNim(NimEnv):  # type: ignore[misc]
+    """Nim whose fault begins at the second move, or at the end."""
+
+    fault = ""
+
+    def step(self, action: str) -> Any:
+        if self.fault == "raises" and self.state.turn:
+            raise KeyError("no such pile")
+        if self.fault == "endless":
+            self.state.game_state["piles"] = [3, 4, 5]
+        if self.fault == "slow":
+            time.sleep(0.2)
+        return super().step(action)
+
+    def close(self) -> Any:
+        if self.fault == "asks a judge":
+            raise ConnectionError("no network here")
+        rewards, remarks = super().close()
+        odd = {
+            "pays none": None, "pays one": {0: 1}, "pays a third": {0: 1, 1: 1, 2: 1}, "pays text": {0: "1", 1: 0},
+            "pays nan": {0: float("nan"), 1: 0}, "pays true": {0: True, 1: 0},
+        }  # fmt: skip
+        return odd.get(self.fault, rewards), remarks
+
+
+def register_odd(family: str, fault: str) -> str:
+    """Register Nim with this fault under a name of this family, and return its id."""
+    env_id, nim = f"{family}-v0-{fault.replace(' ', '')}odd", ENV_REGISTRY["Nim-v0-train"]
+    env_class = type("Odd", (OddNim,), {"fault": fault})
+    register(id=env_id, entry_point=env_class, default_wrappers=nim.default_wrappers, **nim.kwargs)
+    return env_id
+
+
+PAYMENTS = ["pays none", "pays one", "pays a third", "pays text", "pays nan", "pays true"]
+
+
+@pytest.mark.parametrize("fault", [*PAYMENTS, "raises", "asks a judge", ""])
+@pytest.mark.parametrize("family", ["Nim", "Unknown"])
+def test_trial_game_finds_what_is_wrong_with_an_env(fault, family):
+    env_id = register_odd(family, fault)
+    config = config_of(NIM | {"env_id": env_id, "fixed_opponent": "base"})
+    problems = find_engine_problems(config)
+    # Without legal moves, the game ends at its first one, and only the rewards of that end are seen.
+    is_found = fault not in ("", "asks a judge") and (family == "Nim" or fault != "raises")
+    assert [env_id in problem and "a trial game failed" in problem for problem in problems] == [True] * is_found
+    if not is_found:
+        rows = [text for name, text in make_engine_plan(config).describe() if name == "rewards not seen"]
+        unseen = "no network here" if fault == "asks a judge" else "knows no legal moves" * (family != "Nim")
+        assert [unseen in row for row in rows] == [True] * bool(unseen)
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [("endless", 60.0), ("slow", 0.5)])
+def test_trial_game_has_an_end_by_turns_and_by_time(fault, seconds, monkeypatch):
+    monkeypatch.setattr(env_catalogue, "TRIAL_TIMEOUT_S", seconds)
+    tried = trial(config_of(env_id=register_odd("Nim", fault), max_turns=999).train_envs[0])
+    assert tried.unseen == "no trial game came to its end"
+    assert max(tried.lengths) == 200 if fault == "endless" else max(tried.lengths) < 5
+
+
+@pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])
+async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowance, is_out):
+    """The critic judges a player's last step, unless the turn cap cut off a player who could still move."""
+    agent = AgentSpec(pid=0, model=BASE, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
+    player = PolicyPlayer(_nonsense, TEMPLATES["tiny"], agent, 2)
+    record = await played("TicTacToe-v0-train", {0: player}, num_trained=1, error_allowance=allowance, max_turns=1)
+    (step,) = record.trajectories[0].steps
+    assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
+
+
+async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
+    return make_generation([0], text="nonsense")
+
+
+def test_env_is_isolated_if_its_arguments_make_its_reset_slow():
+    small = (("dim_room", (5, 5)), ("num_boxes", 1))
+    slow = EvalEnvSpec(env_id="Sokoban-v0-train", num_players=1)
+    assert is_isolated(slow) and not is_isolated(slow.model_copy(update={"env_kwargs": small}))
+
+
+def test_eval_env_inherits_arguments_or_is_named_and_a_spec_is_made_of_anothers_values():
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
+    assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
+    assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
+    (spec,) = config_of(env_kwargs={"piles": [1, 1]}).train_envs
+    assert TrainEnvSpec(**vars(spec)) == spec
+    (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
+    assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
+
+
+def test_same_env_and_opponent_may_be_listed_once_for_each_sampling():
+    greedy, cool = NIM | {"temperature": 0}, NIM | {"temperature": 0.3}
+    config = config_of(NIM, greedy, cool)
+    assert [env.opponent for env in config.eval_envs] == [
+        "scripted:random", "scripted:random, greedy", "scripted:random, T=0.3"
+    ]  # fmt: skip
+    assert not [problem for problem in training_rules(config) if "listed" in problem]
+    assert "listed 2 times" in "".join(training_rules(config_of(greedy, greedy)))
+
+
+@pytest.mark.parametrize("in_lock_step", [False, True])
+async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step):
+    asked: list[Sampling | None] = []
+
+    async def generate(*_: Any, sampling: Sampling | None = None) -> Generation:
+        asked.append(sampling)
+        raise RuntimeError("asked")
+
+    lock_step = LockStep(generate)
+    factory = PlayerFactory(lock_step.generate if in_lock_step else generate, sampling_seed=0)
+    for keys in ({"temperature": 0, "top_p": 0.5}, {}):
+        spec = new_game(EvalEnvSpec.model_validate(NIM | keys), [BASE, BASE], 0, "eval", 1)
+        turn = factory.players(spec)[0].act("observation")
+        with pytest.raises((RuntimeError, ExceptionGroup)):
+            await (lock_step.play([turn]) if in_lock_step else turn)
+    assert asked == [Sampling(temperature=0, top_p=0.5), None]
+
+
+def test_titles_name_the_sampling_and_no_opponent_if_there_is_none():
+    for keys, title in (({"temperature": 0}, "TowerOfHanoi-v0-train, greedy;"), ({}, "TowerOfHanoi-v0-train;")):
+        (env,) = config_of({"env_id": "TowerOfHanoi-v0-train", "num_players": 1} | keys).eval_envs
+        tally = Tally()
+        tally.add("na", 0.5, own_invalid=False)
+        shown = tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe()
+        assert f"in 1 games of {title}" in shown
+    opponents = ("none", "none, greedy", "scripted:random, greedy", "nonesuch/model")
+    ends = ("", ", greedy", " against scripted:random, greedy", " against nonesuch/model")
+    assert tuple(map(against, opponents)) == ends

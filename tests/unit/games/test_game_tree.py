@@ -1,8 +1,10 @@
-"""Values and best responses in a game tree are those of OpenSpiel, and forfeits cost what they cost in play."""
+"""Values in a game tree are those of OpenSpiel and of play; estimates from answers are unbiased, with intervals."""
 
+import itertools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from unstable_lite.errors import ConfigError
@@ -10,6 +12,8 @@ from unstable_lite.games.openspiel import game_tree
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, solved_moves, uniform
 from unstable_lite.games.openspiel.prompts import action_names, prompt
+from unstable_lite.rollout.sampled_policy import SampledPolicy
+from unstable_lite.types import UTILITY
 
 pyspiel = pytest.importorskip("pyspiel")
 
@@ -23,6 +27,8 @@ SOLVED = (
     "nim(pile_sizes=1;2)",
     pytest.param("leduc_poker", marks=pytest.mark.nightly),
 )
+KUHN, BOARD = "openspiel:kuhn_poker", "openspiel:tic_tac_toe"
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
 NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
 
 
@@ -61,7 +67,7 @@ def test_exploitability_is_that_of_openspiel(name):
 
 
 def test_answers_that_are_not_listed_forfeit():
-    tree = flatten("openspiel:kuhn_poker")
+    tree = flatten(KUHN)
     silent = [np.zeros(2) for _ in tree.states]
     assert tree.exploitability(silent) == pytest.approx(2.0)  # each seat forfeits at once, for min_utility
     assert tree.exploitability(renormalised(silent)) == pytest.approx(11 / 24)
@@ -71,25 +77,28 @@ def test_answers_that_are_not_listed_forfeit():
     assert played.win + played.draw + played.loss == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("seat", "rest"), [(0, 0.0), (1, 0.3)])
-def test_computed_outcomes_are_those_of_played_games(seat, rest):
-    tree = flatten("openspiel:kuhn_poker")
+@pytest.mark.parametrize(
+    ("env_id", "seat", "rest", "tolerance"),
+    [(KUHN, 0, 0.0, 0.035), (KUHN, 1, 0.3, 0.035), (GOOFSPIEL, 0, 0.1, 0.05), ("openspiel:matrix_brps", 1, 0.1, 0.05)],
+)
+def test_computed_outcomes_are_those_of_played_games(env_id, seat, rest, tolerance):
+    """The tree of a game with simultaneous moves has the prompts of play, in which the seats answer in turn."""
+    tree = flatten(env_id)
     policy, rng, utilities = random_policy(tree, rest=rest), np.random.default_rng(1), []
     number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
-    for game_seed in range(2500):
-        game = OpenSpielGame("openspiel:kuhn_poker", 2, game_seed)
+    for game_seed in range(2500 if env_id == KUHN else 1000):
+        game = OpenSpielGame(env_id, 2, game_seed)
         turn: tuple[int, str] | None = game.observe()
         while turn is not None:
             index = number[turn]
             options = [*(f"[{name}]" for name in tree.states[index].actions), "pardon?"]
             p = policy[index]
             turn = game.play(str(rng.choice(options, p=[*p, max(0.0, 1 - p.sum())])))
-        rewards, _ = game.close()
-        utilities.append(2 * rewards[seat])  # `reward_scale` is 1 / 2
+        utilities.append(game.close()[1][seat][UTILITY])
     error = np.std(utilities) / np.sqrt(len(utilities))
     computed = tree.outcomes(policy, seat, policy)
     assert computed.utility == pytest.approx(np.mean(utilities), abs=4 * error)
-    assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=0.035)
+    assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=tolerance)
 
 
 @pytest.mark.parametrize("seat", [0, 1])
@@ -109,8 +118,8 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
         assert tree.outcomes(opponent, seat, means).utility != pytest.approx(together.utility, abs=1e-4)
 
 
-def test_average_policy_is_uniform_if_none_arrives():
-    tree = flatten("openspiel:kuhn_poker")
+def test_average_policy_is_uniform_if_none_arrives_and_refused_for_boards():
+    tree = flatten(KUHN)
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
     mean = tree.average([always_first, always_first], [1, 1])
     reached = [bool(np.array_equal(each, first)) for each, first in zip(mean, always_first, strict=True)]
@@ -118,29 +127,26 @@ def test_average_policy_is_uniform_if_none_arrives():
     always_bet = [np.eye(len(state.actions))[1] for state in tree.states]
     mean = tree.average([always_bet, always_bet], [1, 1])
     assert sum(bool(np.allclose(each, 0.5)) for each in mean) == 3, "after a pass, which seat 0 never makes"
-
-
-def test_average_of_policies_by_boards_is_refused():
-    tree = flatten("openspiel:nim(is_misere=False,pile_sizes=2;2)")
+    nim = flatten("openspiel:nim(is_misere=False,pile_sizes=2;2)")
     with pytest.raises(ConfigError, match="boards"):
-        tree.average([uniform(tree)], [1])
+        nim.average([uniform(nim)], [1])
 
 
-def test_board_games_are_merged_by_board_and_solved():
-    nim = flatten(NIM)
+def test_nim_is_merged_by_board_and_won_by_the_first_player_as_in_theory():
+    nim, solved = flatten(NIM), solved_moves(NIM)
+    assert solved is not None and solved[OpenSpielGame(NIM, 2, 0).observe()[1]] == ["[0 2]"]  # Bouton: leave 1, 4, 5
     assert len(nim.states) == 230
-    optimal = [np.zeros(len(state.actions)) for state in nim.states]
     response = nim.best_response(uniform(nim), 0)
     assert nim.outcomes(uniform(nim), 0, response).win > 0.999
     assert all(p.sum() in (0.0, 1.0) for p in response)
-    assert nim.exploitability(optimal) == 1.0  # forfeits at both seats
-    board = flatten("openspiel:tic_tac_toe")
-    assert (len(board.states), len(board.positions)) == (4520, 5478)
+    silent = [np.zeros(len(state.actions)) for state in nim.states]
+    assert nim.exploitability(silent) == 1.0  # forfeits at both seats
 
 
 def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
-    tree, solved = flatten("openspiel:tic_tac_toe"), solved_moves("openspiel:tic_tac_toe")
-    assert solved is not None
+    tree, solved = flatten(BOARD), solved_moves(BOARD)
+    assert solved is not None and (len(solved), len(tree.states), len(tree.positions)) == (4520, 4520, 5478)
+    assert len(solved[OpenSpielGame(BOARD, 2, 0).observe()[1]]) == 9  # every opening draws
     perfect = []
     for state in tree.states:
         good = np.array([f"[{action}]" in solved[state.observation] for action in state.actions], np.float64)
@@ -152,15 +158,9 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
         assert tree.outcomes(uniform(tree), seat, perfect).win > 0.7
 
 
-def test_solved_moves_are_those_of_theory(monkeypatch):
-    nim = solved_moves(NIM)
-    start = OpenSpielGame(NIM, 2, 0).observe()[1]
-    assert nim[start] == ["[0 2]"]  # Bouton: 3, 4, 5 has the winning move to 1, 4, 5
-    board = solved_moves("openspiel:tic_tac_toe")
-    assert board is not None and len(board) == 4520
-    assert len(board[OpenSpielGame("openspiel:tic_tac_toe", 2, 0).observe()[1]]) == 9  # every opening draws
+def test_only_a_small_board_game_has_solved_moves(monkeypatch):
     monkeypatch.setattr(game_tree, "MOST_COUNTED", 1000)
-    for other in ("openspiel:kuhn_poker", "Nim-v0-train", "openspiel:nim(pile_sizes=9;9;9;9)"):
+    for other in (KUHN, "Nim-v0-train", "openspiel:nim(pile_sizes=9;9;9;9)"):
         assert solved_moves(other) is None
 
 
@@ -186,3 +186,117 @@ def test_game_above_the_limit_is_computed_if_forced():
     name = "openspiel:liars_dice(dice_sides=4)"
     tree = flatten(name, is_forced=True)
     assert 0.0 < tree.exploitability(uniform(tree)) < 1.0
+
+
+# estimates from answers
+
+
+def drawn(tree: GameTree, policy: Policy, samples: int, rng: np.random.Generator) -> SampledPolicy:
+    """Return the counts of answers drawn from `policy`."""
+    answers = SampledPolicy(tree)
+    for counts, played in zip(answers.counts_2O, policy, strict=True):
+        of_all = np.append(played, max(0.0, 1 - played.sum()))
+        counts += rng.multinomial(samples // 2, of_all / of_all.sum(), size=2)
+    return answers
+
+
+def equilibrium(tree: GameTree) -> Policy:
+    """Return the equilibrium of Kuhn poker in which seat 0 never bets first."""
+    bets = {"J": (0.0, 0.0, 1 / 3, 0.0), "Q": (0.0, 1 / 3, 0.0, 1 / 3), "K": (0.0, 1.0, 1.0, 1.0)}
+    policy = []
+    for state in tree.states:
+        of_card = bets[state.observation.partition("Your card: ")[2][0]]
+        first, second, after_check, after_bet = of_card
+        faces_bet = "fold" in state.actions
+        bet = (second if faces_bet else first) if state.seat == 0 else (after_bet if faces_bet else after_check)
+        policy.append(np.array([1 - bet, bet]))
+    assert tree.exploitability(policy) == pytest.approx(0, abs=1e-9)
+    return policy
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("name", ["kuhn_poker", "matrix_rps", "nim(is_misere=False,pile_sizes=2;2)"])
+def test_outcomes_of_several_policies_are_those_of_each(name, seat):
+    tree = flatten(f"openspiel:{name}")
+    policies = [random_policy(tree, seed, rest) for seed, rest in ((1, 0.0), (2, 0.1), (3, 0.5))]
+    own = random_policy(tree, 4, 0.2)
+    together = tree.outcomes([np.stack(each, axis=1) for each in zip(*policies, strict=True)], seat, own)
+    apart = [tree.outcomes(policy, seat, own) for policy in policies]
+    for result in ("win", "draw", "loss", "utility"):
+        expected = np.broadcast_to([getattr(each, result) for each in apart], 3)
+        assert np.broadcast_to(getattr(together, result), 3) == pytest.approx(expected)
+
+
+def test_best_responses_to_one_half_are_valued_against_the_other():
+    tree, rng = flatten(KUHN), np.random.default_rng(1)
+    answers = drawn(tree, random_policy(tree, 1, rest=0.1), 202, rng)
+    halves: list[list[npt.NDArray[np.float64]]] = [[(c[half] / 101)[:2] for c in answers.counts_2O] for half in (0, 1)]
+    won = []
+    for seat, (fitted, valued) in itertools.product((0, 1), (halves, halves[::-1])):
+        own = [number for number, state in enumerate(tree.states) if state.seat == seat]
+        responses = []
+        for choices in itertools.product((0, 1), repeat=len(own)):
+            response = [np.zeros(2) for _ in tree.states]
+            for number, action in zip(own, choices, strict=True):
+                response[number][action] = 1.0
+            responses.append(response)
+        utilities = np.array([tree.outcomes(fitted, seat, response).utility for response in responses])
+        best = [responses[number] for number in np.flatnonzero(utilities > utilities.max() - 1e-9)]
+        values = {round(tree.outcomes(valued, seat, response).utility, 9) for response in best}
+        won += values
+        assert len(values) == 1, "best responses differ only in states that they do not reach"
+    assert answers.exploitability()[0] == pytest.approx(np.mean(won))
+
+
+def test_noise_does_not_look_like_a_weakness():
+    tree, rng = flatten(KUHN), np.random.default_rng(2)
+    policy, found, in_sample = equilibrium(tree), [], []
+    for _ in range(200):
+        answers = drawn(tree, policy, 32, rng)
+        found.append(answers.exploitability()[0])
+        first, second = answers.halves()
+        in_sample.append(tree.exploitability([(a + b) / 2 for a, b in zip(first, second, strict=True)]))
+    error = np.std(found) / np.sqrt(len(found))
+    assert abs(np.mean(found)) < 3 * error < 0.01
+    assert np.mean(in_sample) > 0.02, "the same answers in both roles find an exploiter of the equilibrium"
+
+
+@pytest.mark.parametrize("kind", ["equilibrium", "careless"])
+def test_intervals_cover_the_exploitability(kind):
+    tree, rng = flatten(KUHN), np.random.default_rng(3)
+    policy = equilibrium(tree) if kind == "equilibrium" else random_policy(tree, 3, 0.2)
+    found = [drawn(tree, policy, 32, rng).metrics() for _ in range(100)]
+    for name, played in (("exploitability", policy), ("exploitability_legal", renormalised(policy))):
+        truth, intervals = tree.exploitability(played), [(each[f"{name}_low"], each[f"{name}_high"]) for each in found]
+        assert sum(low <= truth <= high for low, high in intervals) >= 90
+        assert all(low <= each[name] <= high for each, (low, high) in zip(found, intervals, strict=True))
+        assert np.mean([high - low for low, high in intervals]) < 0.5
+
+
+def test_answers_that_are_not_legal_forfeit_are_counted_and_show_no_legal_play():
+    tree = flatten(KUHN)
+    silent = SampledPolicy(tree)
+    for state in range(len(tree.states)):
+        for half in (0, 1):
+            silent.add(state, half, None)
+    found = silent.metrics()
+    assert (found["rest"], silent.num_answers) == (1.0, 24)
+    assert found["exploitability"] == pytest.approx(2.0)
+    for number, state in enumerate(tree.states):
+        for half in (0, 1):
+            assert not any("legal" in name for name in silent.metrics())
+            silent.add(number, half, state.actions[0])
+    always_first = tree.exploitability([np.array([1.0, 0.0]) for _ in tree.states])
+    assert silent.metrics()["exploitability_legal"] == pytest.approx(always_first)
+    assert silent.rest == 0.5
+
+
+def test_answer_that_was_never_given_is_not_impossible():
+    tree = flatten(KUHN)
+    always_first = SampledPolicy(tree)
+    for counts in always_first.counts_2O:
+        counts[:, 0] = 16
+    value, low, high = always_first.exploitability()
+    truth = tree.exploitability([np.array([1.0, 0.0]) for _ in tree.states])
+    assert value == pytest.approx(truth)
+    assert low < truth - 0.01 and high > truth + 0.01

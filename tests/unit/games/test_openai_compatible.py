@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fakes.openai_server import Server, chat_reply, serving
-from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig
+from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.games.answers import KNOWN_TAGS
 from unstable_lite.games.api_keys import OPENROUTER_URL, api_key, endpoint_url, is_loopback, key_variable
-from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.players.openai_compatible import (
     FAILURES_BEFORE_PAUSE,
@@ -25,8 +24,6 @@ from unstable_lite.games.players.openai_compatible import (
 )
 from unstable_lite.games.players.policy import OpenAICompatiblePlayer
 from unstable_lite.games.templates import CHAT_TEMPLATES, Template
-from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, ModelRef
 
 Connect = Callable[..., Endpoint]
@@ -44,22 +41,32 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-async def connect(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+def reported() -> list[str]:
+    """Return what the endpoints of `connect` reported."""
+    return []
+
+
+@pytest.fixture
+async def connect(server: Server, reported: list[str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     made: list[Endpoint] = []
-    reported: list[str] = []
 
     def new(max_retries: int = 0, pauses: tuple[float, float] = (10.0, 600.0), **config: Any) -> Endpoint:
         monkeypatch.setattr(openai_compatible, "MAX_RETRIES", max_retries)
         monkeypatch.setattr(openai_compatible, "PAUSE_S", pauses[0])
         monkeypatch.setattr(openai_compatible, "MAX_PAUSE_S", pauses[1])
-        made.append(Endpoint(OpponentsConfig(base_url=server.url, **config), reported.append))
-        made[-1].reported = reported  # type: ignore[attr-defined]
+        made.append(Endpoint(OpponentsConfig(**{"base_url": server.url} | config), reported.append))
         return made[-1]
 
     yield new
     for endpoint in made:
         await endpoint.close()
+
+
+async def error_of(endpoint: Endpoint, says: str | None = None) -> OpponentError:
+    with pytest.raises(OpponentError, match=says) as caught:
+        await endpoint.complete(MODEL, "hello")
+    return caught.value
 
 
 async def test_model_gets_our_prompt_and_its_box_is_its_action(server, connect):
@@ -103,8 +110,7 @@ async def test_other_refusals_keep_max_tokens(server, connect, limit, says, num_
     server.answer = lambda _body: (400, {"error": {"message": says}})
     endpoint = connect(max_tokens=limit)
     for _ in range(2):
-        with pytest.raises(OpponentError, match=says):
-            await endpoint.complete(MODEL, "hello")
+        await error_of(endpoint, says)
     assert ["max_tokens" in body for body in server.bodies] == num_requests
 
 
@@ -115,8 +121,7 @@ async def test_transient_error_is_retried_until_the_last_attempt(server, connect
     endpoint = connect(max_retries=2)
     assert (await endpoint.complete(MODEL, "hello")).text == "[1]"
     assert (len(server.bodies), endpoint.failures) == (3, 0)
-    with pytest.raises(OpponentError, match=r"vendor/model:free.*out of order"):
-        await endpoint.complete(MODEL, "hello")
+    await error_of(endpoint, r"vendor/model:free.*out of order")
     assert (len(server.bodies), endpoint.failures) == (6, 1)
 
 
@@ -155,9 +160,8 @@ async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(server, conn
     server.answer = lambda _body: (status, body)
     endpoint = connect(max_retries=0)
     for number in range(1, FAILURES_BEFORE_PAUSE + 1):
-        with pytest.raises(OpponentError, match="vendor/model:free") as caught:
-            await endpoint.complete(MODEL, "hello")
-        assert (caught.value.reason, endpoint.failures) == (reason, number * (reason == "opponent_failed"))
+        error = await error_of(endpoint, "vendor/model:free")
+        assert (error.reason, endpoint.failures) == (reason, number * (reason == "opponent_failed"))
     assert (endpoint.failures == 0) == endpoint.can_play(MODEL) == (reason == "prompt_too_long")
 
 
@@ -170,8 +174,7 @@ async def test_late_or_dripping_answer_times_out_on_each_attempt(server, connect
     server.drip_s = None
     assert (await endpoint.complete(MODEL, "hello")).text == "\\boxed{4}"
     server.answer = lambda _body: time.sleep(1) or chat_reply("late")
-    with pytest.raises(OpponentError, match="APITimeoutError"):
-        await connect(timeout_s=0.1).complete(MODEL, "hello")
+    await error_of(connect(timeout_s=0.1), "APITimeoutError")
 
 
 ENDLESS = b" " * 2 * MAX_ANSWER_BYTES
@@ -202,8 +205,7 @@ GARBAGE = [
 async def test_garbage_is_an_opponent_error_that_shows_its_beginning(server, connect, status, content_type, body, says):
     server.content_type = content_type
     server.answer = lambda _body: (status, body)
-    with pytest.raises(OpponentError, match=f"{MODEL}.*{says}"):
-        await connect().complete(MODEL, "hello")
+    await error_of(connect(), f"{MODEL}.*{says}")
 
 
 @pytest.mark.parametrize(
@@ -250,16 +252,6 @@ async def test_answer_without_text_is_an_empty_move_and_no_failure(server, conne
     assert endpoint.failures == 0 and endpoint.can_play(MODEL)
 
 
-async def test_game_in_which_the_model_refuses_to_move_is_lost(server, connect):
-    server.answer = lambda _body: chat_reply(None)
-    env = EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent=MODEL)
-    record = new_record(new_game(env, [AGENT.model, AGENT.model], 0, "eval", 1))
-    players = {pid: OpenAICompatiblePlayer(connect(), AGENT, 2) for pid in (0, 1)}
-    await run_game(record, environment_of(env, 1), players)
-    loser = record.turns[0].pid
-    assert (record.end, record.invalid_pids, record.outcomes[loser]) == ("invalid", (loser,), "loss")
-
-
 VALID = json.dumps(chat_reply("4")[1]["choices"][0])
 
 
@@ -280,10 +272,9 @@ async def test_huge_answer_fails_without_blocking_the_event_loop(server, connect
     assert 7_000_000 < len(content) < MAX_ANSWER_BYTES
     server.answer = lambda _body: (status, content)
     before = time.thread_time()
-    with pytest.raises(OpponentError, match=MODEL) as caught:
-        await connect().complete(MODEL, "hello")
+    error = await error_of(connect(), MODEL)
     assert time.thread_time() - before < 1.0
-    assert len(str(caught.value)) < 1000
+    assert len(str(error)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -299,8 +290,7 @@ async def test_endless_compressed_and_redirected_answers_are_refused_once(server
     for name, value in keys.items():
         setattr(server, name, value)
     server.answer = lambda _body: answer
-    with pytest.raises(OpponentError, match=says):
-        await connect(max_retries=3).complete(MODEL, "hello")
+    await error_of(connect(max_retries=3), says)
     assert len(server.bodies) == 1, "another attempt would cost money, too"
     assert server.accepted == ["identity"]
 
@@ -328,20 +318,17 @@ async def test_lone_surrogate_in_an_answer_becomes_a_question_mark(server, conne
     assert (await connect().complete(MODEL, "hello")).text == read
 
 
-async def test_key_appears_in_no_error_and_no_log(server, connect, caplog):
+async def test_key_appears_in_no_error_and_no_log(server, connect, reported, caplog):
     caplog.set_level(logging.DEBUG)
     endpoint = connect()
     answers = iter([*[(401, {"error": {"message": f"no such key: {KEY}"}})] * 3, (200, {"choices": [], "you": KEY})])
     server.answer = lambda _body: next(answers)
     for _ in range(4):
-        with pytest.raises(OpponentError, match=MODEL) as caught:
-            await endpoint.complete(MODEL, "hello")
-        chain = [caught.value, caught.value.__cause__]
-        assert caught.value.__suppress_context__ or caught.value.__context__ is None
-        assert not any(KEY in str(error) for error in chain)
+        error = await error_of(endpoint, MODEL)
+        assert error.__suppress_context__ or error.__context__ is None
+        assert KEY not in f"{error} {error.__cause__}"
     assert "paused" in caplog.text
-    assert KEY not in caplog.text
-    assert KEY not in str(endpoint.reported)  # type: ignore[attr-defined]
+    assert KEY not in caplog.text + str(reported)
 
 
 async def test_concurrent_requests_are_limited(server, connect):
@@ -353,19 +340,18 @@ async def test_concurrent_requests_are_limited(server, connect):
 
 
 @pytest.mark.parametrize("limit", [{"max_requests": 3}, {"max_total_tokens": 250}])
-async def test_spending_limits_are_reached_and_never_exceeded(server, connect, limit):
+async def test_spending_limits_are_reached_and_never_exceeded(server, connect, reported, limit):
     endpoint = connect(**limit)
     for _ in range(3):
         assert endpoint.can_play(MODEL)
         await endpoint.complete(MODEL, "hello")
     assert not endpoint.can_play(MODEL)
     for _ in range(2):
-        with pytest.raises(OpponentError, match=f"opponents.{next(iter(limit))}"):
-            await endpoint.complete(MODEL, "hello")
+        await error_of(endpoint, f"opponents.{next(iter(limit))}")
     with pytest.raises(OpponentError, match="limit"):
         await endpoint.wait_for(MODEL)
     assert len(server.bodies) == 3
-    assert len(endpoint.reported) == 1  # type: ignore[attr-defined]
+    assert len(reported) == 1
     assert endpoint.metrics()["opponents/tokens"] == 300
 
 
@@ -389,69 +375,65 @@ async def test_endpoint_without_plausible_usage_is_not_free(server, connect, usa
     assert 250 < endpoint.budget.num_tokens < 400
 
 
-async def test_repeatedly_failing_model_is_paused_probed_and_resumed(server, connect):
+async def test_repeatedly_failing_model_is_paused_probed_and_resumed(server, connect, reported):
     endpoint = connect(pauses=(0.2, 0.3))
-
-    async def expect_failure(model: str = MODEL) -> None:
-        with pytest.raises(OpponentError):
-            await endpoint.complete(model, "hello")
-
     server.answer = lambda _body: (500, {"error": "down"})
     for _ in range(3):
         assert endpoint.can_play(MODEL)
-        await expect_failure()
+        await error_of(endpoint)
     assert not endpoint.can_play(MODEL)
     assert endpoint.can_play("another/model")
-    await expect_failure()  # in a game that had already started: no new pause
-    assert [text for text in endpoint.reported if "0.2 s" in text] == endpoint.reported  # type: ignore[attr-defined]
+    await error_of(endpoint)  # in a game that had already started: no new pause
+    assert [text for text in reported if "0.2 s" in text] == reported
     await asyncio.sleep(0.25)
     assert [endpoint.can_play(MODEL) for _ in range(3)] == [True, False, False]
-    await expect_failure()
-    assert "0.3 s" in endpoint.reported[-1]  # type: ignore[attr-defined]
+    await error_of(endpoint)
+    assert "0.3 s" in reported[-1]
     assert endpoint.metrics()["opponents/paused"] == 1
     await asyncio.sleep(0.35)
     server.answer = lambda _body: chat_reply("[1]")
     assert [endpoint.can_play(MODEL) for _ in range(2)] == [True, False]
     await endpoint.complete(MODEL, "hello")
     assert all(endpoint.can_play(MODEL) for _ in range(3))
-    assert "again" in endpoint.reported[-1]  # type: ignore[attr-defined]
+    assert "again" in reported[-1]
     assert endpoint.metrics()["opponents/paused"] == 0
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that sets a proxy without exceptions."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def use(proxy: str) -> None:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, proxy)
+
+    return use
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST"])
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://nowhere:1", "nonsense"])
-async def test_server_on_this_machine_is_reached_past_a_proxy(server, monkeypatch, proxy, host):
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.setenv(name, proxy)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    url = server.url.replace("127.0.0.1", host)
-    endpoint = Endpoint(OpponentsConfig(base_url=url), print)
+async def test_server_on_this_machine_is_reached_past_a_proxy(server, connect, proxied, proxy, host):
+    proxied(proxy)
+    endpoint = connect(base_url=server.url.replace("127.0.0.1", host))
     assert (await endpoint.complete(MODEL, "hello")).text == "\\boxed{4}"
-    await endpoint.close()
 
 
-async def test_connection_error_names_the_proxy_without_its_password(monkeypatch):
+async def test_connection_error_names_the_proxy_without_its_password(connect, proxied):
     with serving() as gone:
         port = gone.url.removesuffix("/v1").rpartition(":")[2]
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("http_proxy", f"http://me:hunter2@127.0.0.1:{port}")
-    monkeypatch.setattr(openai_compatible, "MAX_RETRIES", 0)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    endpoint = Endpoint(OpponentsConfig(base_url="http://models.example/v1"), print)
-    with pytest.raises(OpponentError, match=rf"proxy 127\.0\.0\.1:{port} .*NO_PROXY=models\.example") as caught:
-        await endpoint.complete(MODEL, "hello")
-    assert "APIConnectionError" in str(caught.value) and "hunter2" not in str(caught.value)
-    await endpoint.close()
+    proxied(f"http://me:hunter2@127.0.0.1:{port}")
+    endpoint = connect(base_url="http://models.example/v1")
+    error = await error_of(endpoint, rf"proxy 127\.0\.0\.1:{port} .*NO_PROXY=models\.example")
+    assert "APIConnectionError" in str(error) and "hunter2" not in str(error)
 
 
 @pytest.mark.parametrize("proxy", ["nonsense://me:hunter2@nowhere:1", "http://me:hunter2@nowhere:port"])
-def test_unusable_proxy_is_a_config_error(monkeypatch, proxy):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("http_proxy", proxy)
+def test_unusable_proxy_is_a_config_error(connect, proxied, proxy):
+    proxied(proxy)
     with pytest.raises(ConfigError, match="proxy") as caught:
-        Endpoint(OpponentsConfig(base_url="http://models.example/v1"), print)
+        connect(base_url="http://models.example/v1")
     assert "hunter2" not in str(caught.value)
 
 

@@ -1,19 +1,25 @@
-"""Games of OpenSpiel run like TextArena's: chance from the seed, illegal answers, rewards, and refusals of bad ids."""
+"""Games of OpenSpiel run like TextArena's, and their scripted players are strong, repeatable and blind to secrets."""
 
 import random
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import describe_envs, probe
-from unstable_lite.games.environments import outcomes_from_rewards, source_text
+from unstable_lite.games.environments import source_text
 from unstable_lite.games.openspiel.game import OpenSpielGame, load_game
-from unstable_lite.games.players.scripted import random_legal_action
+from unstable_lite.games.openspiel.game_tree import flatten
+from unstable_lite.games.openspiel.players import solved
+from unstable_lite.games.players.factory import _player_class
+from unstable_lite.games.players.scripted import ScriptedPlayer, random_legal_action
 from unstable_lite.types import UTILITY
 
 KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
+NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
 
 
 def cards(env_id: str, seed: int, actions: random.Random) -> set[str]:
@@ -83,10 +89,9 @@ def test_illegal_answer_ends_the_game_at_the_lowest_utility(env_id, num_players,
 
 
 def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown():
-    env_id = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
     shown = set()
     for bid in "1234":
-        game = OpenSpielGame(env_id, 2, 0)
+        game = OpenSpielGame(GOOFSPIEL, 2, 0)
         assert game.observe()[0] == 0
         turn = game.play(f"[{bid}]")
         assert turn is not None and turn[0] == 1
@@ -97,11 +102,10 @@ def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown():
     assert len(shown) == 1
 
 
-def test_partners_win_together_and_equal_rewards_draw():
+def test_partners_are_a_team():
     assert OpenSpielGame("openspiel:euchre", 4, 0).teams == {0: "0", 1: "1", 2: "0", 3: "1"}
     assert OpenSpielGame("openspiel:tiny_hanabi", 2, 0).teams == {0: "all", 1: "all"}
     assert OpenSpielGame(KUHN, 2, 0).teams is None
-    assert outcomes_from_rewards({0: 1.0, 1: -1.0, 2: 1.0, 3: -1.0}, has_teams=True)[2] == "win"
 
 
 def test_truncated_games_pay_nothing_except_alone():
@@ -136,3 +140,63 @@ def test_line_of_textarena_that_the_page_of_games_cites_sets_the_whole_pot():
     assert source.splitlines()[33].strip() == 'self.state.game_state["pot"] = self.ante * 2'
     assert source.count('["pot"] =') == 1
     assert source.count('["pot"] +=') == 0
+
+
+# scripted players
+
+
+def player(name: str, env_id: str, seed: int) -> ScriptedPlayer:
+    made = _player_class(name)(env_id=env_id, seed=seed)
+    assert isinstance(made, ScriptedPlayer)
+    return made
+
+
+def rewards(env_id: str, names: tuple[str, str], games: int) -> list[float]:
+    """Return the reward of the first player of each game; the seats alternate."""
+    found = []
+    for number in range(games):
+        seat = number % 2
+        seated = names if seat == 0 else names[::-1]
+        game = OpenSpielGame(env_id, 2, number)
+        players = [player(name, env_id, 100 * number + pid) for pid, name in enumerate(seated)]
+        turn: tuple[int, str] | None = game.observe()
+        while turn is not None:
+            turn = game.play(players[turn[0]].action(turn[1]))
+            assert not game.was_invalid
+        found.append(game.close()[0][seat])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("env_id", "playouts", "opponent", "games", "least"),
+    [
+        ("openspiel:tic_tac_toe", 100, "random", 30, 24), ("openspiel:connect_four", 50, "random", 30, 24),
+        (NIM, 200, "random", 30, 24), ("openspiel:breakthrough(columns=4,rows=5)", 50, "random", 30, 24),
+        ("openspiel:pig(winscore=30)", 100, "random", 20, 8),  # the opponent may roll often before its turn ends
+        ("openspiel:connect_four", 200, "mcts:10", 20, 8),
+    ],
+)  # fmt: skip
+def test_tree_search_beats_random_play_and_fewer_playouts(env_id, playouts, opponent, games, least):
+    assert sum(rewards(env_id, (f"scripted:mcts:{playouts}", f"scripted:{opponent}"), games)) >= least
+
+
+def test_tree_search_with_the_same_seed_makes_the_same_moves():
+    games = [rewards("openspiel:connect_four", ("scripted:mcts:20", "scripted:mcts:20"), games=4) for _ in range(2)]
+    assert games[0] == games[1]
+    observation = OpenSpielGame("openspiel:connect_four", 2, 0).observe()[1]
+    first = {player("scripted:mcts:1", "openspiel:connect_four", seed).action(observation) for seed in range(40)}
+    assert len(first) > 1
+
+
+def test_tree_search_finds_a_state_that_it_did_not_play_itself():
+    game = OpenSpielGame("openspiel:tic_tac_toe", 2, 0)
+    for action in ("[0]", "[4]", "[1]", "[3]"):
+        game.step(action)
+    assert player("scripted:mcts:500", "openspiel:tic_tac_toe", 0).action(game.observe()[1]) == "[2]"
+
+
+@pytest.mark.parametrize("env_id", [KUHN, GOOFSPIEL, "openspiel:matrix_brps", "openspiel:liars_dice(dice_sides=3)"])
+def test_best_response_to_the_equilibrium_player_gains_next_to_nothing(env_id):
+    tree, choices = flatten(env_id), {text: dict(choice) for text, choice in solved(env_id).items()}
+    policy = [np.array([choices[s.observation].get(f"[{a}]", 0.0) for a in s.actions]) for s in tree.states]
+    assert tree.exploitability(policy) < 0.01 * load_game(env_id).max_utility()

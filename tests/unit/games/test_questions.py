@@ -1,4 +1,4 @@
-"""A JSONL file of questions as an env: reading, grading, order, what counts as an answer, and scores with intervals."""
+"""A JSONL file of questions as an env: reading, grading, order, and texts that count as an answer."""
 
 import json
 import os
@@ -18,8 +18,6 @@ from unstable_lite.games.questions import is_right, read_questions
 from unstable_lite.games.templates import TEMPLATES, Template, known_templates
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.tracking.evaluations import summarise_evaluation
-from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.types import GameRecord, Generation
 
 SUMS = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(5)]
@@ -199,22 +197,19 @@ async def test_only_the_last_box_outside_thinking_is_the_answer(tmp_path, text, 
     assert record.turns[0].format_ok is is_answered
 
 
-async def test_custom_extraction_is_kept_and_a_box_in_opened_thinking_does_not_count(tmp_path):
+async def test_custom_extraction_is_kept_and_neither_thinking_nor_no_answer_is_right(tmp_path):
     env, template = env_of(write(tmp_path, SUMS)), TEMPLATES["default-think"]
     assert (await ask(env, r"\boxed{4}", 5, template)).invalid_pids == (0,)
     assert (await ask(env, r"so \boxed{5}</think>\boxed{4}", 5, template)).rewards == {0: 1.0}
     env = env_of(write(tmp_path, SUMS), action_extraction_fn=f"{__name__}:whole")
     assert (await ask(env, "4", 5)).rewards == {0: 1.0}
+    env = env_of(write(tmp_path, [{"question": "Sign of the dollar?", "answer": "$"}], "dollar"))
+    assert (await ask(env, "", 1)).rewards == {0: 0.0}
+    assert (await ask(env, r"\boxed{$}", 1)).rewards == {0: 1.0}
 
 
 def whole(text: str) -> tuple[str, bool]:
     return text, True
-
-
-async def test_no_answer_is_never_right(tmp_path):
-    env = env_of(write(tmp_path, [{"question": "Sign of the dollar?", "answer": "$"}]))
-    assert (await ask(env, "", 1)).rewards == {0: 0.0}
-    assert (await ask(env, r"\boxed{$}", 1)).rewards == {0: 1.0}
 
 
 def test_missing_answer_is_asked_for_again_if_allowed(tmp_path):
@@ -232,25 +227,8 @@ def test_training_games_choose_the_question_by_the_seed(tmp_path):
     assert asked == {line["question"] for line in SUMS}
 
 
-async def test_results_are_shares_with_intervals(tmp_path):
-    env = env_of(write(tmp_path, SUMS))
-    replies = [r"\boxed{0}", r"\boxed{2}", "4", r"\boxed{7}", r"\boxed{8}"]
-    records = [await ask(env, text, 2 * number + 1) for number, text in enumerate(replies)]
-    result = summarise_evaluation("before", 0, BASE, env.env_id, env.opponent, records)
-    assert (result.n, result.wins, result.losses, result.invalid) == (5, 3, 2, 1)
-    assert result.points == 0.6 and result.interval == points_interval(3, 0, 2)
-    assert result.metrics()[f"evaluation-{env.env_id} (none)/checkpoint Points"] == 0.6
-    assert result.scores == ((1.0,), (1.0,), (0.0,), (0.0,), (1.0,))
-    result_text = f"base: points 60.0 % (95 %: 14.5–93.0) in 5 games of {env.env_id}; 1 ended by an own invalid move"
-    assert result.describe().startswith(result_text)
-
-
-def test_length_of_a_question_is_known_before_a_run():
+def test_question_has_one_turn_and_a_template_without_words_of_games():
     env = TrainEnvSpec(env_id="questions:examples/arithmetic.jsonl", num_players=1, num_actors=1)
     assert trial(env).lengths == (1,)
-
-
-def test_question_template_has_the_question_and_no_words_of_games():
-    message = known_templates({})["question"]
-    text = message.message("2 + 2?", 1)  # type: ignore[union-attr]
+    text = known_templates({})["question"].message("2 + 2?", 1)  # type: ignore[union-attr]
     assert text.startswith("2 + 2?") and r"\boxed{}" in text and "game" not in text

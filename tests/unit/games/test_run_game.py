@@ -85,59 +85,51 @@ async def test_opponent_without_a_reply_ends_the_run_and_not_the_env():
         await runner.play(tictactoe(answers, POLICY))
 
 
-async def test_every_turn_is_kept_and_those_of_collected_seats_are_steps_with_prompt_and_tokens():
-    for opponent, collected in ((RANDOM, [0]), (POLICY, [0, 1])):
-        record = await played(tictactoe(POLICY, opponent))
+async def test_every_turn_is_kept_and_those_of_collected_seats_are_steps_with_their_context():
+    past = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
+    kinds = {}
+    for opponent in (RANDOM, past, POLICY):
+        models = (POLICY, opponent)
+        record = await played(tictactoe(*models))
         assert [turn.pid for turn in record.turns] == [index % 2 for index in range(len(record.turns))]
+        collected = [0] if opponent is RANDOM else [0, 1]
         assert ([trajectory.pid for trajectory in record.trajectories], record.end) == (collected, "natural")
+        kinds[opponent.uid] = record.trajectories[0].steps[0].context.opponent_kinds
         for trajectory in record.trajectories:
-            assert trajectory.final_reward == record.rewards[trajectory.pid]
+            pid = trajectory.pid
+            assert trajectory.final_reward == record.rewards[pid]
             assert trajectory.num_turns == len(record.turns)
-            own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
-            for step, turn in zip(trajectory.steps, own_turns, strict=True):
+            own_turns = [turn for turn in record.turns if turn.pid == pid]
+            for index, (step, turn) in enumerate(zip(trajectory.steps, own_turns, strict=True)):
                 assert step.obs == format_prompt("tiny", turn.observation, 2)
                 assert bytes(step.generation.prompt_ids.astype(np.uint8)).decode() == step.obs
                 assert bytes(step.generation.completion_ids.astype(np.uint8)).decode() == step.act
                 assert len(step.generation.logprobs) == len(step.generation.completion_ids)
-                assert step.generation.adapter_version == 3
-
-
-async def test_steps_know_turn_opponents_and_the_end_of_the_game():
-    past = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
-    kinds = {}
-    for opponent in (RANDOM, past, POLICY):
-        record = await played(tictactoe(POLICY, opponent))
-        trajectory = record.trajectories[0]
-        for index, step in enumerate(trajectory.steps):
-            context = step.context
-            assert (context.env_id, context.game_idx, context.pid) == (record.spec.env_id, 1, 0)
-            assert context.group_idx is None
-            assert (context.turn, context.player_turn) == (2 * index, index)
-            assert (context.num_turns, context.num_player_turns) == (len(record.turns), len(trajectory.steps))
-            assert (context.outcome, context.end) == (record.outcomes[0], "natural")
-            assert context.final_reward == record.rewards[0]
-            assert (context.is_invalid, context.is_cut_off, context.format_ok) == (False, False, True)
-            assert [(one.pid, one.uid) for one in context.opponents] == [(1, opponent.uid)]
-            kinds[opponent.uid] = context.opponent_kinds
+                assert step.generation.adapter_version == models[pid].adapter_version
+                context = step.context
+                assert (context.env_id, context.game_idx, context.pid) == (record.spec.env_id, 1, pid)
+                assert context.group_idx is None
+                assert (context.turn, context.player_turn) == (2 * index + pid, index)
+                assert (context.num_turns, context.num_player_turns) == (len(record.turns), len(own_turns))
+                assert (context.outcome, context.end) == (record.outcomes[pid], "natural")
+                assert context.final_reward == record.rewards[pid]
+                assert (context.is_invalid, context.is_cut_off, context.format_ok) == (False, False, True)
+                assert [(one.pid, one.uid) for one in context.opponents] == [(1 - pid, models[1 - pid].uid)]
     assert kinds == {"fixed-scripted:random": "scripted", "ckpt-1": "checkpoint", "ckpt-3": "mirror"}
 
 
-async def test_context_marks_truncated_answers_and_invalid_moves():
+async def test_steps_mark_truncated_answers_and_the_invalid_move_that_ended_the_game():
     record = await played(tictactoe(POLICY, POLICY), saying(lambda *_: "\\boxed{4}", "length"))
     (first,), (second,) = (trajectory.steps for trajectory in record.trajectories)
     assert (first.context.is_invalid, second.context.is_invalid) == (False, True)
     assert first.context.is_cut_off and second.context.is_cut_off
     assert (first.context.outcome, second.context.outcome) == ("win", "loss")
     assert first.context.end == second.context.end == "invalid"
-
-
-async def test_invalid_move_is_marked_only_on_its_players_last_step():
+    assert first.format_feedback == {"correct_answer_format": True, "invalid_move": False}
     record = await played(tictactoe(POLICY, RANDOM), saying(lambda *_: "no box here" * 1000))
     assert len(record.turns[0].action) == 2000 < len(record.turns[0].text), "the env gets no endless answer"
+    assert (record.end, record.invalid_pids, record.outcomes) == ("invalid", (0,), {0: "loss", 1: "win"})
     (step,) = record.trajectories[0].steps
-    assert record.end == "invalid"
-    assert record.invalid_pids == (0,)
-    assert record.outcomes == {0: "loss", 1: "win"}
     assert step.format_feedback == {"correct_answer_format": False, "invalid_move": True}
 
 
@@ -249,12 +241,10 @@ async def test_record_has_the_teams_and_forfeiting_costs_partners_the_win(names_
 
 async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone():
     record = await played(tictactoe(POLICY, POLICY, max_turns=3))
-    assert record.end == "truncated"
-    assert len(record.turns) == 3
-    assert record.rewards == {0: 0.0, 1: 0.0}
-    assert record.outcomes == {0: "draw", 1: "draw"}
+    assert (record.end, len(record.turns)) == ("truncated", 3)
+    assert (record.rewards, record.outcomes) == ({0: 0.0, 1: 0.0}, {0: "draw", 1: "draw"})
     env_id = "GuessTheNumber-v0-train"
-    spec = structs.replace(tictactoe(POLICY, max_turns=1), env_id=env_id, num_players=1)
+    spec = seat(POLICY, env_id=env_id, seed=4, max_turns=1)
     env = Environment(env_id, 1, spec.seed)._unwrapped
     distance = abs(env.state.game_state["game_number"] - 7)
     assert distance > 0
@@ -264,37 +254,33 @@ async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player_except_alone
     assert record.trajectories[0].final_reward == record.rewards[0]
 
 
+def failing(num_answers: int, error: Exception) -> Generates:
+    """Return a function that takes the first free cell in its first answers and then raises."""
+
+    def answer(prompt: str, turn: int) -> str:
+        if turn >= num_answers:
+            raise error
+        return first_cell(prompt)
+
+    return saying(answer)
+
+
 async def test_full_context_is_trained_on_as_the_turn_cap_is():
-    def answering(num_answers: int) -> Generates:
-        def answer(prompt: str, turn: int) -> str:
-            if turn >= num_answers:
-                raise RequestError("prompt has 101 tokens; the limit is 99", reason="prompt_too_long")
-            return first_cell(prompt)
-
-        return saying(answer)
-
-    full, capped = (
-        await played(tictactoe(POLICY, RANDOM), answering(2)),
-        await played(tictactoe(POLICY, RANDOM, max_turns=4)),
-    )
+    too_long = RequestError("prompt has 101 tokens; the limit is 99", reason="prompt_too_long")
+    full = await played(tictactoe(POLICY, RANDOM), failing(2, too_long))
+    capped = await played(tictactoe(POLICY, RANDOM, max_turns=4))
     assert (full.rewards, full.outcomes, full.turns) == (capped.rewards, capped.outcomes, capped.turns)
     for mine, its in zip(full.trajectories[0].steps, capped.trajectories[0].steps, strict=True):
         assert (mine.context.reason, its.context.reason) == ("context_full", "")
         assert structs.replace(mine.context, reason="") == its.context
         assert _is_capped(mine.context)
-    nobody = await played(tictactoe(POLICY, POLICY), answering(1))
+    nobody = await played(tictactoe(POLICY, POLICY), failing(1, too_long))
     assert (nobody.end, [len(trajectory.steps) for trajectory in nobody.trajectories]) == ("truncated", [1, 0])
 
 
 async def test_failed_game_stays_void_and_keeps_its_turns():
-    def breaks(prompt: str, turn: int) -> str:
-        if turn == 2:
-            raise RuntimeError("no more")
-        return first_cell(prompt)
-
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
     with pytest.raises(RuntimeError):
-        await run_game(record, make_in_process(spec), PlayerFactory(saying(breaks)).players(spec))
-    assert record.end == "void"
-    assert len(record.turns) == 2
+        await run_game(record, make_in_process(spec), PlayerFactory(failing(2, RuntimeError())).players(spec))
+    assert (record.end, len(record.turns)) == ("void", 2)

@@ -6,15 +6,21 @@ from statistics import fmean
 import pytest
 
 from fakes.game_records import make_spec
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.openspiel.game import load_game
 from unstable_lite.games.players.factory import BLIND, SCRIPTED_PLAYERS, PlayerFactory, is_remote, opponent_problem
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import GameSpec, ModelRef, Reply
 
 LOOKING_PLAYERS = [name for name in SCRIPTED_PLAYERS if not name.startswith(BLIND) and name != "scripted:cfr"]
-OBSERVATION = Environment("TicTacToe-v0-train", 2, 0).observe()[1]
+TICTACTOE, NIM, OTHER = "TicTacToe-v0-train", "Nim-v0-train", "SimpleNegotiation-v0-train"
+KUHN = "openspiel:kuhn_poker"
+SPIEL_NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
+SIGNATURE = "__init__(self, env_id: str, seed: int)"
 
 
 class FirstCell:
@@ -44,10 +50,6 @@ def fixed(name: str) -> ModelRef:
     return ModelRef(uid=f"fixed-{name}", kind="fixed", name=name)
 
 
-def problem(name: str, env_id: str = "TicTacToe-v0-train") -> str | None:
-    return opponent_problem(name, env_id, OBSERVATION)
-
-
 def game_between(*names: str, env_id: str, seed: int) -> GameSpec:
     return make_spec(*map(fixed, names), env_id=env_id, seed=seed, max_turns=99)
 
@@ -58,7 +60,7 @@ async def no_engine(*_: object) -> None:
 
 async def test_custom_opponent_class_plays_a_game():
     name = f"{__name__}:FirstCell"
-    spec = game_between(name, "scripted:optimal", env_id="TicTacToe-v0-train", seed=8)
+    spec = game_between(name, "scripted:optimal", env_id=TICTACTOE, seed=8)
     record = new_record(spec)
     async with PlayerFactory(no_engine) as seats:  # type: ignore[arg-type]
         assert seats.can_play(fixed(name))
@@ -66,7 +68,7 @@ async def test_custom_opponent_class_plays_a_game():
     assert record.end == "natural"
     assert record.outcomes[0] != "win"
     env_id, seed, action = record.turns[0].text.split()
-    assert (env_id, action) == ("TicTacToe-v0-train", "[0]")
+    assert (env_id, action) == (TICTACTOE, "[0]")
     assert seed != "8:"
 
 
@@ -90,33 +92,60 @@ async def test_random_players_actions_are_independent_of_the_dealt_card(seat):
         assert 0.4 < fmean(of_card) < 0.6
 
 
-@pytest.mark.parametrize("name", [*LOOKING_PLAYERS, f"{__name__}:FirstCell"])
-def test_playable_opponent_has_no_problem(name):
-    assert problem(name) is None
+def first_observation(env_id: str) -> str:
+    num_players = load_game(env_id).num_players() if is_openspiel(env_id) else 2
+    return start_environment(env_id, num_players, 0).observe()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [
+        *((name, TICTACTOE) for name in (*LOOKING_PLAYERS, f"{__name__}:FirstCell")), ("scripted:blind-random", NIM),
+        ("scripted:random", GOOFSPIEL), ("scripted:mcts:10", SPIEL_NIM), ("scripted:cfr", KUHN),
+        ("scripted:blind-random", KUHN),
+    ],
+)  # fmt: skip
+def test_playable_opponent_has_no_problem(name, env_id):
+    assert opponent_problem(name, env_id, first_observation(env_id)) is None
     assert not is_remote(fixed(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "env_id", "says"),
     [
-        ("scripted:optimum", "scripted:random, scripted:greedy"),
-        ("scripted:Best", "scripted:Best"),
-        ("no_such_module:Player", "'no_such_module'"),
-        (f"{__name__}:NoSuchPlayer", "'NoSuchPlayer'"),
-        (f"{__name__}:NotAsync", "__init__(self, env_id: str, seed: int)"),
-        (f"{__name__}:WantsMore", "__init__(self, env_id: str, seed: int)"),
-        (f"{__name__}:MakesNothing", "__init__(self, env_id: str, seed: int)"),
+        ("scripted:optimum", TICTACTOE, "scripted:random, scripted:greedy"),
+        ("scripted:Best", TICTACTOE, "scripted:Best"),
+        ("scripted:blind-best", NIM, "scripted"),
+        ("scripted:blind-greedy", NIM, "'Nim-v0-train'"),
+        ("no_such_module:Player", TICTACTOE, "'no_such_module'"),
+        (f"{__name__}:NoSuchPlayer", TICTACTOE, "'NoSuchPlayer'"),
+        *((f"{__name__}:{name}", TICTACTOE, SIGNATURE) for name in ("NotAsync", "WantsMore", "MakesNothing")),
+        *((name, OTHER, f"'{OTHER}'") for name in LOOKING_PLAYERS),
+        ("scripted:greedy", NIM, "'Nim-v0-train'"),
+        *((name, NIM, "Current Pile") for name in LOOKING_PLAYERS if name != "scripted:greedy"),
+        ("scripted:mcts:10", KUHN, f"{KUHN} hides information, which the search would look at"),
+        ("scripted:mcts:10", GOOFSPIEL, "hides information"),
+        ("scripted:mcts:10", "openspiel:goofspiel", "has simultaneous moves"),
+        ("scripted:mcts:10", "openspiel:2048", "pays before its end"),
+        ("scripted:mcts:10", "openspiel:maedn", "cannot follow"),
+        ("scripted:mcts:10", NIM, "plays games of OpenSpiel only"),
+        ("scripted:mcts:0", SPIEL_NIM, "N playouts per move, from 1 to 10000"),
+        ("scripted:mcts:many", SPIEL_NIM, "N playouts per move"),
+        ("scripted:mcts:", SPIEL_NIM, "N playouts per move"),
+        ("scripted:mcts", SPIEL_NIM, "scripted:mcts:N"),
+        ("scripted:cfr", "openspiel:kuhn_poker(players=3)", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:matrix_pd", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:pig", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:liars_dice", "more than 50000 decision histories"),
+        ("scripted:cfr", "KuhnPoker-v0-train", "plays games of OpenSpiel only"),
+        ("scripted:optimal", KUHN, "no optimal player"),
+        ("scripted:greedy", "openspiel:tic_tac_toe", "no greedy player"),
     ],
 )
-def test_opponent_that_cannot_be_made_says_why(name, says):
-    assert says in str(problem(name))
-
-
-@pytest.mark.parametrize("name", LOOKING_PLAYERS)
-def test_scripted_opponent_in_an_unreadable_env_says_so(name):
-    assert "'SimpleNegotiation-v0-train'" in str(problem(name, "SimpleNegotiation-v0-train"))
-    says = "'Nim-v0-train'" if name == "scripted:greedy" else "Current Pile"
-    assert says in str(problem(name, "Nim-v0-train")), "a variant with another text"
+def test_opponent_that_cannot_play_is_refused_by_name(name, env_id, says):
+    # An env of TextArena shows the text of TicTacToe, as a variant with another text would.
+    problem = opponent_problem(name, env_id, first_observation(env_id if is_openspiel(env_id) else TICTACTOE))
+    assert problem is not None and says in problem and name.rpartition(":")[2] in problem
 
 
 @pytest.mark.parametrize("name", ["vendor/model", "vendor/model:free", "gpt-4o", "llama3:8b", "qwen3:latest"])
@@ -125,6 +154,6 @@ def test_other_names_are_endpoint_models_and_need_a_key(name, monkeypatch):
     for variable in ("OPENROUTER_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)
     assert is_remote(fixed(name))
-    assert "OPENROUTER_API_KEY" in str(problem(name))
+    assert "OPENROUTER_API_KEY" in str(opponent_problem(name, TICTACTOE, ""))
     elsewhere = OpponentsConfig(base_url="https://api.example.com/v1")
-    assert opponent_problem(name, "TicTacToe-v0-train", OBSERVATION, elsewhere) is None
+    assert opponent_problem(name, TICTACTOE, "", elsewhere) is None

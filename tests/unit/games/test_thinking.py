@@ -28,7 +28,7 @@ from unstable_lite.games.answers import (
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import PolicyPlayer, ThinkingBudget, thinking_budget
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.types import AgentSpec, FinishReason, GameSpec, Generation, ModelRef
+from unstable_lite.types import AgentSpec, FinishReason, GameSpec, Generation, ModelRef, Reply
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,28 @@ def played(template, text, extraction="default"):
     return reply.action, reply.format_ok
 
 
+MAGISTRAL, HARMONY = KNOWN_TAGS[1:3]
+CHANNEL = ("<|channel|>analysis<|message|>", "<|end|>")
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 OPENING = [
     TEMPLATES["default-think"],
     TEMPLATES["qwen3-reasoning"],
     Template("own", "{observation}\n<think>\nLet me see: "),
+    *(Template(tags[0], f"{{observation}}\n{tags[0]}", tags=tags) for tags in (*KNOWN_TAGS, CHANNEL)),
 ]
 
 
 @pytest.mark.parametrize("template", OPENING, ids=lambda template: template.name)
 def test_thinking_that_the_prompt_opened_must_be_closed(template):
-    assert played(template, r"\boxed{1}") == ("", False)
-    assert played(template, r"<think>\boxed{1}") == ("", False)
-    assert played(template, r"\boxed{1}</think>\boxed{2}") == ("[2]", True)
-    assert played(template, r"<think>\boxed{1}</think>\boxed{2}") == ("[2]", True)
+    opens, closes = template.tags
+    for text in ("", opens):
+        assert played(template, rf"{text}\boxed{{1}}") == ("", False)
+        assert played(template, rf"{text}\boxed{{1}}{closes}\boxed{{2}}") == ("[2]", True)
+    if not template.text.rstrip().endswith(opens):
+        return  # an answer can be written only directly after the tag
+    answer = written_answer(template.prompt("o", 2), "3", template.tags)
+    assert played(template, answer) == ("[3]", True)
+    assert played(Template("own", "{observation}", tags=template.tags), answer) == ("[3]", True)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +108,6 @@ def test_prompt_without_open_thinking_needs_no_close(template):
 
 def test_custom_extraction_receives_the_answer_as_generated():
     assert played(OPENING[0], r"\boxed{1}", f"{__name__}:whole_answer") == (r"\boxed{1}", True)
-
-
-MAGISTRAL, HARMONY = KNOWN_TAGS[1:3]
-CHANNEL = ("<|channel|>analysis<|message|>", "<|end|>")
-FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -131,15 +135,6 @@ def test_thought_between_any_tags_is_never_read(tags, text, action, extraction):
     assert find_extraction(extraction, tags)(text) == (content, bool(action))
     template = Template("own", "{observation}", tags=tags)
     assert played(template, text, extraction) == (content, bool(action))
-
-
-@pytest.mark.parametrize("tags", [*KNOWN_TAGS, CHANNEL])
-def test_prompt_that_opens_any_thought_needs_its_close(tags):
-    template = Template("own", f"{{observation}}\n{tags[0]}", tags=tags)
-    assert played(template, r"\boxed{1}") == ("", False)
-    assert played(template, rf"\boxed{{1}}{tags[1]}\boxed{{2}}") == ("[2]", True)
-    answer = written_answer(template.prompt("o", 2), "3", tags)
-    assert played(template, answer) == played(Template("own", "{observation}", tags=tags), answer) == ("[3]", True)
 
 
 def test_written_answer_of_a_channel_begins_with_its_header():
@@ -186,13 +181,11 @@ class Sampler:
     ) -> Generation:
         self.asked.append({"prompt": prompt, "version": version, "stop": stop, "seed": seed, **options})
         ids = np.frombuffer(self.texts.pop(0).encode(), np.uint8).astype(np.int32)
-        given = options.get("prompt_ids")
         sampled = ids[: options["max_tokens"]]
         reason: FinishReason = "stop" if len(sampled) == len(ids) else "length"
-        given = list(prompt.encode()) if given is None else given
-        text = bytes(sampled.tolist()).decode()
-        said: dict[str, Any] = {"text": text, "finish_reason": reason, "adapter_version": version}
-        return make_generation(sampled, -sampled, prompt_ids=given, **said)
+        said: dict[str, Any] = {"finish_reason": reason, "adapter_version": version}
+        said["prompt_ids"] = options.get("prompt_ids", list(prompt.encode()))
+        return make_generation(sampled, -sampled, text=bytes(sampled.tolist()).decode(), **said)
 
 
 def budget(**changes: Any) -> ThinkingBudget:
@@ -274,15 +267,12 @@ async def test_no_second_generation_without_room_for_a_token(max_model_len, requ
 
 async def test_each_generation_has_its_own_seed_that_repeats():
     seeds = []
-    for _ in range(2):
+    for seed in (5, 5, None):
         sampler = Sampler("I wonder what", "7")
-        await answered(sampler)
+        await answered(sampler, seed=seed)
         seeds.append([request["seed"] for request in sampler.asked])
-    assert seeds[0] == seeds[1]
-    assert len(set(seeds[0])) == 2
-    sampler = Sampler("I wonder what", "7")
-    await answered(sampler, seed=None)
-    assert [request["seed"] for request in sampler.asked] == [None, None]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 2
+    assert seeds[2] == [None, None]
 
 
 async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_before_it():
@@ -302,35 +292,24 @@ async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_befor
     assert reply.generation is not None and reply.generation.adapter_version == 8
 
 
-async def test_action_is_read_after_the_forced_end():
-    template, sampler = TEMPLATES["default-think"], Sampler(r"\boxed{1} hmm", r"\boxed{2}")
-    made = thinking_budget(EngineConfig(thinking_tokens=10, max_generation_len=30), INFO | {"max_model_len": 9999})
-
-    generate = partial(made.generate, sampler.generate, template.opened_thinking)
-    reply = await PolicyPlayer(generate, template, AGENT, 2).act("o")
-    assert (reply.action, reply.format_ok, reply.is_cut_off) == ("[2]", True, False)
-
-
-@pytest.mark.parametrize("tags", KNOWN_TAGS[1:])
-async def test_budget_ends_a_thought_by_the_tags_of_its_template(tags):
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("tags", KNOWN_TAGS)
+async def test_budget_of_a_run_ends_the_thoughts_of_each_template(tags, is_open):
     end = end_of_thinking(tags)
     ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {end: [*end.encode()]}}
-    made = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120, tags=tags)
-    sampler = Sampler(f"{tags[0]}{'hm ' * 40}", r"\boxed{2}")
-    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
-    assert answer.forced is not None and answer.forced.ids.tolist() == [*end.encode()]
-    assert end.endswith((tags[1], f"{tags[1]}\n\n")) and answer.text.endswith(rf"{end}\boxed{{2}}")
-    sampler = Sampler(f"{tags[0]}hm{tags[1]}{'so ' * 40}", r"\boxed{2}")
-    answer = await made.generate(sampler.generate, "", "p?", 3, (), None)
-    assert answer.forced is None, "this thought was closed"
-
-
-async def test_budget_of_a_run_ends_the_thoughts_of_each_template():
-    tags = ("[THINK]", "[/THINK]")
-    ends = {"end_of_thinking": END_IDS, "ends_of_thinking": {(end := end_of_thinking(tags)): [*end.encode()]}}
-    sampler = Sampler("[THINK]" + "hm" * 40, r"\boxed{2}")
     given = replace(budget(prompts=ends, max_model_len=999), thinking_tokens=60, max_tokens=120)
-    factory = PlayerFactory(sampler.generate, {"own": Template("own", "{observation}", tags=tags)}, thinking=given)
     spec = GameSpec(game_idx=0, kind="train", env_id="x", num_players=2, seed=0, agent_specs=(AGENT,), max_turns=9)
-    reply = await factory.players(spec)[0].act("o")
-    assert (reply.action, reply.format_ok) == ("[2]", True)
+    template = Template("own", "{observation}" + tags[0] * is_open, tags=tags)
+
+    async def reply_to(thought: str) -> Reply:
+        sampler = Sampler(("" if is_open else tags[0]) + thought, r"\boxed{2}")
+        factory = PlayerFactory(sampler.generate, {"own": template}, thinking=given)
+        return await factory.players(spec)[0].act("o")
+
+    reply = await reply_to(r"\boxed{1}" + "hm " * 40)
+    assert (reply.action, reply.format_ok, reply.is_cut_off) == ("[2]", True, False)
+    assert reply.generation is not None and reply.generation.forced is not None
+    assert reply.generation.forced.ids.tolist() == [*end.encode()]
+    assert end.endswith((tags[1], f"{tags[1]}\n\n")) and reply.text.endswith(rf"{end}\boxed{{2}}")
+    reply = await reply_to(f"hm{tags[1]}{'so ' * 40}")
+    assert reply.generation is not None and reply.generation.forced is None, "this thought was closed"

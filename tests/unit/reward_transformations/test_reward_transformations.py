@@ -39,25 +39,21 @@ def rewards_of(steps):
 # final
 
 
-@pytest.mark.parametrize("transform", [transforms.RoleAdvantageFormatter, transforms.RoleAdvantageByEnvFormatter])
-def test_reward_is_compared_with_the_average_of_earlier_ones(transform):
-    role = transform(tau=0.5)
+@pytest.mark.parametrize("name", ["RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter"])
+def test_reward_is_compared_with_the_average_of_earlier_ones_of_the_seat_and_kind_of_opponent(name):
+    role = FINAL[name](tau=0.5)
     assert [role(reward, 0, "E") for reward in (1.0, 4.0, 1.0)] == [1.0, 3.0, -2.0]
     # Weights 1/2, 1/4, 1/8, normalized: (4 * 1 + 2 * 4 + 1 * 1) / 7.
     assert role(0.0, 0, "E") == pytest.approx(-13 / 7)
-    role = transform()
+    role = FINAL[name]()
     assert [role(0.1, 0, "E") for _ in range(300)] == [0.1] + [0.0] * 299, "equal rewards have exactly 0"
-
-
-@pytest.mark.parametrize("name", ["RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter"])
-def test_role_averages_are_separate_per_player_and_kind_of_opponent(name):
-    transform, is_by_env = FINAL[name](tau=0.5), name == "RoleAdvantageByEnvFormatter"
+    role, is_by_env = FINAL[name](tau=0.5), name == "RoleAdvantageByEnvFormatter"
     mirror, scripted = make_context("mirror"), make_context("scripted")
-    assert transform(1.0, 0, "A", mirror) == 1.0
-    assert transform(1.0, 1, "A", mirror) == 1.0
-    assert transform(-1.0, 0, "A", scripted) == -1.0
-    assert transform(1.0, 0, "B", mirror) == (1.0 if is_by_env else 0.0)
-    assert transform(1.0, 0, "A", mirror) == 0.0
+    assert role(1.0, 0, "A", mirror) == 1.0
+    assert role(1.0, 1, "A", mirror) == 1.0
+    assert role(-1.0, 0, "A", scripted) == -1.0
+    assert role(1.0, 0, "B", mirror) == (1.0 if is_by_env else 0.0)
+    assert role(1.0, 0, "A", mirror) == 0.0
     assert FINAL[name](0.5, tau=0.0)(1.0, 0, "E") == 0.5, "they start at the configured value"
     for tau in (-0.1, 1.1):
         with pytest.raises(ConfigError, match="tau"):
@@ -153,30 +149,19 @@ def test_normalisation_never_gives_non_finite_rewards(rewards, envs, z_score):
 # composition
 
 
-def test_compositions_apply_in_order_and_can_be_extended():
-    final = transforms.ComposeFinalRewardTransforms([lambda reward, pid, env_id: reward + 1])
-    final.register(lambda reward, pid, env_id: reward * 2)
-    assert final(1.0, 0, "E") == 4.0
-
-    step = transforms.ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
-    step.register(lambda trajectory, index, reward: reward * 2)
-    assert step(make_trajectory(make_step()), 0, 1.0) == 4.0
-
-    sampling = transforms.ComposeSamplingRewardTransforms([transforms.NormalizeRewards()])
-    sampling.register(lambda steps: list(reversed(steps)))
-    assert rewards_of(sampling([make_step(1.0), make_step(3.0)])) == [1.0, -1.0]
-
-
-def test_transform_with_a_context_parameter_gets_the_context():
+def test_compositions_apply_in_order_can_be_extended_and_give_the_context_to_a_parameter_of_that_name():
     context = make_context("mirror")
-    final = transforms.ComposeFinalRewardTransforms(
-        [lambda reward, pid, env_id: reward + 1, lambda reward, pid, env_id, context: reward * context.num_turns]
-    )
+    final = transforms.ComposeFinalRewardTransforms([lambda reward, pid, env_id: reward + 1])
+    final.register(lambda reward, pid, env_id, context: reward * context.num_turns)
     assert final(1.0, 0, "E", context) == 10.0
 
     step = transforms.ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
     step.register(lambda trajectory, index, reward, *, context: reward * (-1 if context.is_cut_off else 1))
     assert step(make_trajectory(replace(make_step(), context=context)), 0, 1.0) == -2.0
+
+    sampling = transforms.ComposeSamplingRewardTransforms([transforms.NormalizeRewards()])
+    sampling.register(lambda steps: list(reversed(steps)))
+    assert rewards_of(sampling([make_step(1.0), make_step(3.0)])) == [1.0, -1.0]
 
 
 @pytest.mark.parametrize(("name", "factor"), [("Doubled", 3), ("ByOpponent", 2)])
@@ -184,12 +169,6 @@ def test_custom_class_is_found_by_module_and_name(name, factor):
     entry = Transformation(name=f"{__name__}:{name}", factor=factor)
     compose = transforms.ComposeFinalRewardTransforms(build_transforms([entry], FINAL, FINAL_ARGUMENTS))
     assert compose(2.0, 0, "E", make_context("scripted")) == 2.0 * factor
-
-
-def test_composition_refuses_the_state_of_other_parts():
-    state = transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageFormatter()]).state_dict()
-    with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
-        transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageByEnvFormatter()]).load_state_dict(state)
 
 
 # by name
@@ -229,7 +208,7 @@ class ByOpponent(Doubled):
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "says"),
     [
         ("RewardForFormt", "did you mean 'RewardForFormat'"),
         (Transformation(name="RewardForFormat", rewrd=1), "did you mean 'reward'"),
@@ -240,8 +219,8 @@ class ByOpponent(Doubled):
         (":Transform", ":Transform"),
     ],
 )
-def test_mistake_in_a_name_or_keyword_gets_a_suggestion(entry, message):
-    with pytest.raises(ConfigError, match=message):
+def test_mistake_in_a_name_or_keyword_gets_a_suggestion(entry, says):
+    with pytest.raises(ConfigError, match=says):
         build_transforms([entry], STEP, STEP_ARGUMENTS)
 
 
@@ -263,9 +242,8 @@ def test_fault_in_a_custom_module_is_reported_with_its_name(tmp_path, monkeypatc
     (tmp_path / "of_a_user.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
-    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+    with pytest.raises(ConfigError, match=rf"'of_a_user:Transform'.*{re.escape(says)}"):
         build_transforms(["of_a_user:Transform"], STEP, STEP_ARGUMENTS)
-    assert "'of_a_user:Transform'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +278,11 @@ class Keeps:
 @pytest.mark.parametrize(
     "state", [{"average": {0: 0.5}}, {"seen": {1}}, {"sums": np.zeros(2)}, {"pair": (1, 2)}, {"average": math.nan}]
 )
-def test_state_that_json_would_change_is_refused_on_save(state):
+def test_state_that_json_would_change_is_refused_on_save_and_that_of_other_parts_on_load(state):
     with pytest.raises(ConfigError, match=r"Keeps: .*state_dict"):
         transforms.ComposeFinalRewardTransforms([Keeps(state)]).state_dict()
     for lasting in ({"average": {"0": np.float64(0.5)}}, {"all": [1, math.inf, None]}):
-        assert transforms.ComposeFinalRewardTransforms([Keeps(lasting)]).state_dict()["states"] == [lasting]
+        saved = transforms.ComposeFinalRewardTransforms([Keeps(lasting)]).state_dict()
+        assert saved["states"] == [lasting]
+    with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
+        transforms.ComposeFinalRewardTransforms([transforms.RoleAdvantageByEnvFormatter()]).load_state_dict(saved)

@@ -76,19 +76,19 @@ async def test_weights_of_a_step_transform_reach_the_learner(buffer_class):
         assert item.token_weights.tolist() == [0.0, 1.0, float(index)]
 
 
-BAD = [
-    ({"weight": -0.5}, "weight -0.5"),
-    ({"weight": math.nan}, "weight nan"),
-    ({"weight": "heavy"}, "weight 'heavy'"),
-    ({"token_weights": np.ones(2)}, r"shape \(2,\) for a completion of 3 tokens"),
-    ({"token_weights": np.ones((3, 1))}, r"shape \(3, 1\)"),
-    ({"token_weights": [1.0, -1.0, 1.0]}, "at least 0"),
-    ({"token_weights": [1.0, math.inf, 1.0]}, "finite"),
-    ({"token_weights": "abc"}, "not numbers"),
-]
-
-
-@pytest.mark.parametrize(("change", "says"), BAD)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weight": -0.5}, "weight -0.5"),
+        ({"weight": math.nan}, "weight nan"),
+        ({"weight": "heavy"}, "weight 'heavy'"),
+        ({"token_weights": np.ones(2)}, r"shape \(2,\) for a completion of 3 tokens"),
+        ({"token_weights": np.ones((3, 1))}, r"shape \(3, 1\)"),
+        ({"token_weights": [1.0, -1.0, 1.0]}, "at least 0"),
+        ({"token_weights": [1.0, math.inf, 1.0]}, "finite"),
+        ({"token_weights": "abc"}, "not numbers"),
+    ],
+)
 def test_bad_weights_of_a_transform_are_refused_with_its_name(change, says):
     class Heavy:
         def __repr__(self) -> str:
@@ -133,38 +133,34 @@ def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch):
     assert all(step.weight == 1.0 for step in given)
 
 
+def weights_by(weigh: Any, trajectory: PlayerTrajectory) -> list[float]:
+    """Return the weights of the steps after two calls for each, which change no reward."""
+    for index, step in (*enumerate(trajectory.steps), *enumerate(trajectory.steps)):
+        assert weigh(trajectory, index, 1.5, step.context) == 1.5
+    return [step.weight for step in trajectory.steps]
+
+
 def test_example_gives_late_and_decisive_turns_more_weight(monkeypatch):
     weigh = example(monkeypatch, "turn_level_credit", "TurnLevelCredit")(decay=0.5, decisive=3.0)
-
-    def weights(trajectory: PlayerTrajectory) -> list[float]:
-        rewards = [weigh(trajectory, index, 1.5, step.context) for index, step in enumerate(trajectory.steps)]
-        assert rewards == [1.5] * 3
-        return [step.weight for step in trajectory.steps]
-
-    assert weights(make_trajectory()) == [0.25, 0.5, 3.0]
-    assert weights(make_trajectory(num_turns=7)) == [0.25, 0.5, 1.0]
-    assert weights(make_trajectory(end="invalid", is_invalid=True)) == [0.0, 0.0, 3.0]
+    assert weights_by(weigh, make_trajectory()) == [0.25, 0.5, 3.0]
+    assert weights_by(weigh, make_trajectory(num_turns=7)) == [0.25, 0.5, 1.0]
+    assert weights_by(weigh, make_trajectory(end="invalid", is_invalid=True)) == [0.0, 0.0, 3.0]
 
 
 def test_example_masks_wins_by_forfeit_and_thinking(monkeypatch):
     mask = example(monkeypatch, "eligibility_mask", "EligibilityMask")
-
-    def weights(trajectory: PlayerTrajectory, **options: Any) -> list[float]:
-        for index, step in enumerate(trajectory.steps):
-            assert mask(**options)(trajectory, index, 1.5, step.context) == 1.5
-        return [step.weight for step in trajectory.steps]
-
-    assert weights(make_trajectory()) == [1.0] * 3
-    assert weights(make_trajectory(end="invalid")) == [0.0] * 3
-    assert weights(make_trajectory(end="invalid", is_invalid=True)) == [1.0] * 3
-    for end, of_tokens in ((5, [0.0, 1.0, 1.0]), (6, [0.0, 0.0, 1.0]), (9, [0.0] * 3)):
-        trajectory = make_trajectory()
-        weights(trajectory, end_of_thinking=end)
-        assert trajectory.steps[0].token_weights is not None
-        assert trajectory.steps[0].token_weights.tolist() == of_tokens
+    assert weights_by(mask(), make_trajectory()) == [1.0] * 3
+    assert weights_by(mask(), make_trajectory(end="invalid")) == [0.0] * 3
+    assert weights_by(mask(), make_trajectory(end="invalid", is_invalid=True)) == [1.0] * 3
     cut = make_trajectory()
     for step in cut.steps:
         step.generation = replace(step.generation, forced=Forced(at=2, ids=np.array([9], np.int32)))
-    weights(cut, end_of_thinking=9)
-    assert cut.steps[0].token_weights is not None
-    assert cut.steps[0].token_weights.tolist() == [0.0, 0.0, 1.0], "a budget ended the thinking, so no token did"
+    for trajectory, end, of_tokens in (
+        (make_trajectory(), 5, [0.0, 1.0, 1.0]),
+        (make_trajectory(), 6, [0.0, 0.0, 1.0]),
+        (make_trajectory(), 9, [0.0] * 3),
+        (cut, 9, [0.0, 0.0, 1.0]),  # a budget ended the thinking, so no token did
+    ):
+        weights_by(mask(end_of_thinking=end), trajectory)
+        assert trajectory.steps[0].token_weights is not None
+        assert trajectory.steps[0].token_weights.tolist() == of_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -24,13 +25,7 @@ from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.orchestrator.workers import while_alive
 from unstable_lite.sft.pairs import Pair, pairs_of_game, read_pairs
 from unstable_lite.sft.session import Collected, collect_pairs
-from unstable_lite.types import (
-    ENV_LOST,
-    GameRecord,
-    Generation,
-    ModelRef,
-    Turn,
-)
+from unstable_lite.types import ENV_LOST, GameRecord, Generation, ModelRef, Turn
 
 ENV_IDS = ("Nim-v0-train", "TicTacToe-v0-train")
 
@@ -112,11 +107,8 @@ def test_answer_in_every_template_is_read_as_the_action(template):
         assert ("</think>" in answer) == template.text.endswith("<think>")
 
 
-def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path):
-    pairs, _ = pairs_of_game(game("scripted:random", "b"), SftConfig(filter=()))
+def test_missing_and_extra_keys_of_a_pair_are_tolerated(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_bytes(b"".join(map(to_line, pairs)))
-    assert read_pairs(path, ENV_IDS) == pairs
     path.write_text(
         '{"observation": "o", "action": "[1]"}\n\n{"prompt": "p", "completion": "c", "reward": 3, "env_id": null}\n'
     )
@@ -132,39 +124,24 @@ def test_pair_is_one_line_of_utf8_with_any_text(tmp_path, completion, read):
 
 
 def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
+    bad = [
+        ('{"prompt": "p", "completion": ', "truncated"),
+        ('{"prompt": "p", "answer": "c"}', "'action'"),
+        ('{"completion": "c"}', "'observation'"),
+        ('["p", "c"]', "got `array`"),
+        ('{"prompt": 1, "completion": "c"}', "got `int` - at `$.prompt`"),
+        ('{"prompt": "p", "completion": "c", "turn": "first"}', "got `str` - at `$.turn`"),
+        ('{"prompt": "p", "completion": "\\ud800 and more text"}', "surrogate"),
+        ('{"prompt": "p", "completion": "c", "env_id": "Nim-v0-trian"}', "did you mean 'Nim-v0-train'?"),
+        (f'{{"prompt": "p", "completion": {"[" * 100_000}', "recursion"),
+        ('{"prompt": "p", "completion": "\udcff"}', "utf-8"),
+    ]
     path = tmp_path / "given.jsonl"
-    path.write_text(
-        '{"prompt": "p", "completion": "c"}\n'
-        '{"prompt": "p", "completion": \n'
-        '{"prompt": "p", "answer": "c"}\n'
-        '{"completion": "c"}\n'
-        '["p", "c"]\n'
-        '{"prompt": 1, "completion": "c"}\n'
-        '{"prompt": "p", "completion": "c", "turn": "first"}\n'
-        '{"prompt": "p", "completion": "\\ud800 and more text"}\n'
-        '{"prompt": "p", "completion": "c", "env_id": "Nim-v0-trian"}\n'
-        f'{{"prompt": "p", "completion": {"[" * 100_000}\n'
-        '{"prompt": "p", "completion": "\udcff"}\n',
-        errors="surrogateescape",
-    )
+    lines = ['{"prompt": "p", "completion": "c"}', *(line for line, _ in bad)]
+    path.write_text("\n".join(lines), errors="surrogateescape")
     with pytest.raises(ConfigError) as caught:
         read_pairs(path, ENV_IDS)
-    for problem, (number, says) in zip(
-        caught.value.problems,
-        [
-            (2, "truncated"),
-            (3, "'action'"),
-            (4, "'observation'"),
-            (5, "got `array`"),
-            (6, "got `int` - at `$.prompt`"),
-            (7, "got `str` - at `$.turn`"),
-            (8, "surrogate"),
-            (9, "did you mean 'Nim-v0-train'?"),
-            (10, "recursion"),
-            (11, "utf-8"),
-        ],
-        strict=True,
-    ):
+    for number, (problem, (_, says)) in enumerate(zip(caught.value.problems, bad, strict=True), start=2):
         assert f"{path}:{number}: " in problem and says in problem
     path.write_text("{\n" * 30)
     with pytest.raises(ConfigError, match="20 more"):
@@ -201,7 +178,7 @@ async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Coll
     return pairs, collected
 
 
-async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+async def box_it(prompt: str, version: int, *_: object) -> Generation:
     """Answer after a delay that depends on the prompt, so that games end in another order than they began."""
     await asyncio.sleep(len(prompt) % 7 / 1000)
     text = "\\boxed{[1 1]}" if "Nim" in prompt else f"\\boxed{{{prompt.split('[')[-1][:2]}]}}"
@@ -229,32 +206,37 @@ async def test_pairs_depend_on_the_seed_and_not_on_concurrency(players):
     assert one != other
 
 
-@pytest.mark.parametrize("players", [("base", "scripted:random", "scripted:optimal"), ("base",)])
-async def test_failing_player_ends_the_collection_only_if_all_games_in_a_row_fail(players):
-    """Failed games end first, but count in the order of their numbers."""
-
-    async def generate(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        raise OpponentError("is away")
-
-    given = sft_config(players=players, filter=(), workers=64)
-    if len(players) > 1:
-        pairs, collected = await collect(given, generate)
-        assert len(pairs) == 40 and collected.void_games > 10
-    else:
-        with pytest.raises(EnvError, match=r"20 games in a row failed; .* is away"):
-            await collect(given, generate)
-
-
-async def test_games_lost_with_their_env_process_are_no_failures_in_a_row():
+def failing(error: Exception, times: float) -> Any:
+    """Return a function that raises at the first requests and answers the others."""
     calls = itertools.count()
 
-    async def generate(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        if next(calls) < 30:
-            raise EnvError("its process died", reason=ENV_LOST)
-        return await box_it(prompt, version, stop, seed)
+    async def generate(prompt: str, version: int, *_: object) -> Generation:
+        if next(calls) < times:
+            raise error
+        return await box_it(prompt, version)
 
-    pairs, collected = await collect(sft_config(players=("base",), filter=()), generate)
-    assert (len(pairs), collected.void_games) == (40, 30)
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("players", "error", "times", "void_games"),
+    [
+        (("base",), RequestError("one answer was lost"), 1, [1]),
+        (("base",), EnvError("its process died", reason=ENV_LOST), 30, [30]),
+        (("base", "scripted:random", "scripted:optimal"), OpponentError("is away"), math.inf, range(11, 500)),
+    ],
+    ids=["one-request", "env-process", "one-player-of-three"],
+)
+async def test_failed_games_that_are_not_all_in_a_row_only_give_no_pair(players, error, times, void_games):
+    # Failed games end first, but count in the order of their numbers.
+    pairs, collected = await collect(sft_config(players=players, filter=(), workers=64), failing(error, times))
+    assert len(pairs) == 40 and collected.void_games in void_games
+
+
+@pytest.mark.parametrize("error", [RequestError, OpponentError])
+async def test_collection_ends_with_the_last_reason_if_all_games_in_a_row_fail(error):
+    with pytest.raises(EnvError, match=r"20 games in a row failed; .* is away"):
+        await collect(sft_config(players=("base",), workers=64), failing(error("is away"), math.inf))
 
 
 async def test_players_alternate_seats_within_each_env():
@@ -265,47 +247,9 @@ async def test_players_alternate_seats_within_each_env():
         assert min(counts) > 0 and abs(counts[0] - counts[1]) <= 1
 
 
-async def test_no_more_than_max_games_are_played(monkeypatch):
-    monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 3)
-    pairs, collected = await collect(sft_config(pairs=10_000))
-    assert collected.games == 3
-    assert 0 < len(pairs) < 30
-
-
-async def test_failed_game_gives_no_pair_and_the_last_reason_is_reported():
-    calls = 0
-
-    async def break_once(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise RequestError("one answer was lost")
-        return await box_it(prompt, version, stop)
-
-    _, collected = await collect(sft_config(players=("base",), filter=()), break_once)
-    assert collected.void_games == 1
-
-    class Broken:
-        """An engine or endpoint that refuses every request."""
-
-        def __init__(self, error: type[RequestError]) -> None:
-            self._error = error
-
-        async def __call__(
-            self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
-        ) -> Generation:
-            raise self._error("refused")
-
-    for error in (RequestError, OpponentError):
-        with pytest.raises(EnvError, match="refused"):
-            await collect(sft_config(players=("base",)), Broken(error))
-
-
 async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path):
-    async def say_nothing_at_times(
-        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
-    ) -> Generation:
-        generation = await box_it(prompt, version, stop)
+    async def say_nothing_at_times(prompt: str, version: int, *_: object) -> Generation:
+        generation = await box_it(prompt, version)
         return replace(generation, text=("", " \n", generation.text)[len(prompt) % 3])
 
     pairs, collected = await collect(sft_config(players=("base", "scripted:random"), filter=()), say_nothing_at_times)
@@ -317,8 +261,8 @@ async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path):
 
 
 async def test_truncated_answer_is_never_imitated():
-    async def cut_off_at_times(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        generation = await box_it(prompt, version, stop)
+    async def cut_off_at_times(prompt: str, version: int, *_: object) -> Generation:
+        generation = await box_it(prompt, version)
         if len(prompt) % 2:
             return generation
         return replace(generation, text=f"{generation.text} length", finish_reason="length")
