@@ -52,7 +52,6 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        pytest.param(lambda path: f"adapter:{path}/nowhere", "no directory", id="absent directory"),
         pytest.param(lambda path: f"run:{path}/nowhere/best", "not a run directory", id="absent run"),
         pytest.param(
             lambda path: f"adapter:{write_adapter(path / 'a', small(), base='Qwen/Qwen3-4B')}",
@@ -73,7 +72,6 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path):
     ],
 )
 def test_unfit_frozen_player_is_refused(tmp_path, make, says):
-
     name = make(tmp_path)
     (problem,) = find_problems(config_with([name]))
     assert name in problem
