@@ -482,19 +482,6 @@ async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path, rule):
     assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
 
 
-async def test_adapter_stays_while_a_game_uses_it_and_then_frees_its_slot(tmp_path):
-    league = await make_league(tmp_path, 3, size=2)
-    league.table.lease(2)  # a game with the opponent ckpt-2 starts
-    await league.play(1)
-    assert "ckpt-2" not in league.active
-    assert 2 in league.engines.engines[0].loaded
-    assert league.store.path(2).is_dir()
-    league.table.end_lease(2)  # and ends
-    await league.settle()
-    assert 2 not in league.engines.engines[0].loaded
-    assert not league.store.path(2).exists()
-
-
 async def test_return_never_takes_the_slot_of_the_next_update(tmp_path):
     league = await make_league(tmp_path, 4, size=2, active_checkpoints_by="nearest-rating")
     for version in (3, 4):
