@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fakes.evaluations import make_evaluation as evaluation
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of
@@ -118,6 +117,13 @@ def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults():
         name: ("under" if ALARMS[name].is_under else "over", c.threshold, ALARMS[name].updates, c.action)
         for name, c in config.items()
     }
+
+
+def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evaluation:
+    fields = {"draws": 0, "losses": n - wins, "invalid": 0, "void": 0, "mean_reward": 0.0, "reward_std": 1.0}
+    return Evaluation(
+        label="x", model=f"ckpt-{step}", step=step, env_id="E", opponent="O", n=n, wins=wins, **(fields | changes)
+    )
 
 
 def gaps(contest: Contest, evaluations: list[Evaluation]) -> list[float]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from test_alarms import evaluation as evaluation_of
 
-from fakes.evaluations import make_evaluation
 from fakes.game_records import RANDOM, make_record, make_spec, make_step, make_trajectory
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
@@ -27,7 +27,7 @@ from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import BranchPoint, GameEnd, GameKind, GameRecord, ModelRef, Outcome, PastTurn, Sampling, Turn
 
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
-evaluation = partial(make_evaluation, n=100)
+evaluation = partial(evaluation_of, n=100)
 OLDER = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.evaluations import make_evaluation
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import student
 from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_rows, to_markdown, with_games
@@ -13,11 +12,23 @@ from unstable_lite.tracking.result_rows import ResultRow, result_rows, seeds_row
 
 def evaluation(step: int, wins: int, losses: int, opponent: str = "scripted:random", seats: int = 2) -> Evaluation:
     """Return an evaluation whose wins and losses are spread over deals of `seats` games."""
-    n, scores = wins + losses, [1.0] * wins + [0.0] * losses
-    deals = tuple(tuple(scores[i : i + seats]) for i in range(0, n, seats))
-    names = {"label": f"update {step}", "model": f"ckpt-{step}"} if step else {"label": "before", "model": "base"}
-    of = {"env_id": "Nim-v0-train", "opponent": opponent, "scores": deals} | names
-    return make_evaluation(wins, n, step, mean_reward=(wins - losses) / max(n, 1), **of)
+    scores = [1.0] * wins + [0.0] * losses
+    return Evaluation(
+        label=f"update {step}" if step else "before",
+        model=f"ckpt-{step}" if step else "base",
+        step=step,
+        env_id="Nim-v0-train",
+        opponent=opponent,
+        n=wins + losses,
+        wins=wins,
+        draws=0,
+        losses=losses,
+        invalid=0,
+        void=0,
+        mean_reward=(wins - losses) / max(wins + losses, 1),
+        reward_std=1.0,
+        scores=tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats)),
+    )
 
 
 def row(*evaluations: Evaluation) -> ResultRow:
