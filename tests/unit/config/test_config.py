@@ -24,21 +24,7 @@ from unstable_lite.reward_transformations import STEP
 from unstable_lite.tracking.run_directory import to_toml
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
-EVAL_ENV = {
-    "env_id": "TicTacToe-v0-train",
-    "num_players": 2,
-    "prompt_template": "tiny",
-    "fixed_opponent": "scripted:random",
-}
-
-
 AGAINST = {**ENV, "num_actors": 1}
-DUPLICATE: dict[str, Any] = {
-    "run": {"group_size": 4},
-    "rewards": {"group_baseline": "duplicate"},
-    "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
-    "train_envs": [AGAINST],
-}
 
 
 def problems_of(**sections: Any) -> list[str]:
@@ -59,11 +45,8 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_minimal_config_has_the_defaults_of_the_reference():
     config = Config.model_validate({"train_envs": [ENV]})
-    assert (config.learner.batch_size, config.learner.learning_rate, config.learner.gradient_clipping) == (
-        384,
-        1e-5,
-        0.2,
-    )
+    learner = config.learner
+    assert (learner.batch_size, learner.learning_rate, learner.gradient_clipping) == (384, 1e-5, 0.2)
     assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.lora_dropout) == (32, 32, 0)
     assert (config.engine.temperature, config.engine.max_generation_len, config.engine.max_loras) == (0.6, 4096, 8)
     assert (config.run.learning_steps, config.run.num_collection_workers, config.run.num_eval_workers) == (200, 256, 16)
@@ -76,23 +59,24 @@ def names_of(transformations: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "kind", "final", "sampling"),
+    ("algorithm", "kind", "final", "sampling", "largest"),
     [
-        ("reinforce", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
-        ("a2c", "episodes", [], []),
-        ("ppo", "episodes", [], []),
-        ("grpo", "steps", [], []),
-        ("rloo", "steps", [], []),
-        ("json:Mine", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
+        ("reinforce", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"], 1.5),
+        ("a2c", "episodes", [], [], 0.0),
+        ("ppo", "episodes", [], [], 0.0),
+        ("grpo", "steps", [], [], 1.5),
+        ("rloo", "steps", [], [], 1.5),
+        ("json:Mine", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"], 1.5),
     ],
 )
-def test_open_keys_are_set_by_the_algorithm_and_shown(algorithm, kind, final, sampling):
+def test_open_keys_are_set_by_the_algorithm_and_shown(algorithm, kind, final, sampling, largest):
     group = {"group_size": 4} if algorithm in ("grpo", "rloo") else {}
     plan = plan_of(algorithm=algorithm, run=group)
     rewards = plan.config.rewards
     assert plan.config.buffer.kind == kind
     assert names_of(rewards.final_reward_transformation) == final
     assert names_of(rewards.sampling_reward_transformation) == sampling
+    assert max(step.model_dump().get("reward", 0.0) for step in rewards.step_reward_transformation or ()) == largest
     assert f"sampling: {', '.join(sampling) or 'none'}" in dict(plan.describe())["rewards"]
     assert make_plan(plan.config).config == plan.config
 
@@ -113,9 +97,10 @@ def test_open_keys_are_set_by_the_algorithm_and_shown(algorithm, kind, final, sa
 )
 def test_option_that_names_an_opponent_by_no_uid_is_refused(opponent, hint, monkeypatch):
     monkeypatch.setitem(STEP, "Bonus", lambda against, bonus=1.0: lambda player_traj, step_index, reward: reward)
+    evaluated = {"env_id": "TicTacToe-v0-train", "num_players": 2}
     raw = {
-        "train_envs": [{**ENV, "num_actors": 1, "fixed_opponents": ["scripted:optimal"]}],
-        "eval_envs": [EVAL_ENV, {**EVAL_ENV, "fixed_opponent": "base"}],
+        "train_envs": [AGAINST | {"fixed_opponents": ["scripted:optimal"]}],
+        "eval_envs": [evaluated | {"fixed_opponent": opponent} for opponent in ("scripted:random", "base")],
         "league": {"opponent_sampling_strategy": "fixed"},
         "rewards": {"step_reward_transformation": [{"name": "Bonus", "against": opponent, "bonus": 2.0}]},
     }
@@ -141,11 +126,7 @@ def test_critic_with_a_game_changing_baseline_gets_a_warning():
     assert warnings("reinforce", 0.9, final | sampling) == []
 
 
-def test_step_rewards_follow_the_algorithm_unless_they_are_given():
-    for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
-        plan = plan_of(algorithm=algorithm)
-        steps = [entry.model_dump() for entry in plan.config.rewards.step_reward_transformation or ()]
-        assert max(step.get("reward", 0.0) for step in steps) == largest
+def test_given_rewards_are_kept_by_every_algorithm():
     rewards = {"sampling_reward_transformation": ["NormalizeRewards"], "step_reward_transformation": []}
     plan = plan_of(algorithm="a2c", rewards=rewards)
     assert names_of(plan.config.rewards.sampling_reward_transformation) == ["NormalizeRewards"]
@@ -261,7 +242,12 @@ def test_no_number_of_a_config_may_be_infinite():
 
 @pytest.mark.parametrize("strategy", ["fixed", {"fixed": 0.5, "mirror": 0.5}])
 def test_duplicate_group_has_no_other_baseline(strategy):
-    sections = DUPLICATE | {"league": {**DUPLICATE["league"], "opponent_sampling_strategy": strategy}}
+    sections: dict[str, Any] = {
+        "run": {"group_size": 4},
+        "rewards": {"group_baseline": "duplicate"},
+        "league": {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]},
+        "train_envs": [AGAINST],
+    }
     assert problems_of(**sections) == []
     plan = plan_of(**sections)
     assert re.search(r"^4 games\b.*\bduplicate\b", dict(plan.describe())["groups"])

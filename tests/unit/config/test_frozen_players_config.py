@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from fakes.handmade_adapters import Arrays, fitting, small, write_adapter
-from unstable_lite.adapters.frozen import COPIES, keep_copy
-from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError
 from unstable_lite.league.opponents import frozen_adapters
 from unstable_lite.league.samplers import check_league
 from unstable_lite.planning.defaults import adapter_slots_needed, resolve_defaults
-from unstable_lite.planning.plan import load_plan, make_plan
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.validation import find_problems
-from unstable_lite.tracking.run_directory import to_toml
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1, "prompt_template": "tiny"}
 TICTACTOE = NIM | {"env_id": "TicTacToe-v0-train"}
@@ -52,7 +48,6 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        pytest.param(lambda path: f"adapter:{path}/nowhere", "no directory", id="absent directory"),
         pytest.param(lambda path: f"run:{path}/nowhere/best", "not a run directory", id="absent run"),
         pytest.param(
             lambda path: f"adapter:{write_adapter(path / 'a', small(), base='Qwen/Qwen3-4B')}",
@@ -73,7 +68,6 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path):
     ],
 )
 def test_unfit_frozen_player_is_refused(tmp_path, make, says):
-
     name = make(tmp_path)
     (problem,) = find_problems(config_with([name]))
     assert name in problem
@@ -152,19 +146,3 @@ def of_strategy(config: Config, strategy: Any) -> Config:
     return config.model_copy(
         update={"league": config.league.model_copy(update={"opponent_sampling_strategy": strategy})}
     )
-
-
-def test_config_of_a_run_stands_for_its_copies(tmp_path):
-    name = fitting_adapter(tmp_path / "a")
-    run = tmp_path / "run"
-    copy = keep_copy(name, run / COPIES)
-    (run / "config.toml").write_text(to_toml(config_with([name]).model_dump(mode="json")))
-    elsewhere = tmp_path / "elsewhere.toml"
-    elsewhere.write_bytes((run / "config.toml").read_bytes())
-    (tmp_path / "a").rename(tmp_path / "moved")
-    load_plan(run / "config.toml")
-    with pytest.raises(ConfigError, match="no directory"):
-        load_plan(elsewhere)
-    (copy.path / WEIGHTS).write_bytes((tmp_path / "moved" / WEIGHTS).read_bytes()[:-4] + b"\0\0\0\0")
-    with pytest.raises(ConfigError, match="is damaged"):
-        load_plan(run / "config.toml")

@@ -13,7 +13,7 @@ from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import BASE_MODEL, NO_OPPONENT
-from unstable_lite.evaluation.plan import Cell, game_spec, plan_evaluation, read_key
+from unstable_lite.evaluation.plan import Cell, plan_evaluation, read_key
 from unstable_lite.evaluation.probing import with_positions
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.questions import read_questions
@@ -24,7 +24,6 @@ from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.trust import run_config
 from unstable_lite.planning.validation import find_engine_problems, find_problems
 from unstable_lite.tracking.run_directory import default_run_name
-from unstable_lite.types import ModelRef
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "prompt_template": "tiny", "observation": "board"}
 
@@ -67,30 +66,19 @@ def test_id_without_a_path_is_refused(path):
 
 def test_names_of_files_tags_and_runs_have_no_directory(tmp_path):
     assert slug("questions:/home/me/AIME 2024.jsonl") == "questions-AIME-2024"
-    assert with_slugs("evaluation-questions:/a b/c.jsonl (none, greedy)/n") == "evaluation-questions-c (none, greedy)/n"
     assert with_slugs("collection-questions:/a/b.jsonl/reward") == "collection-questions-b/reward"
     assert slug(SPIEL_NIM) == "openspiel-nim-is_misere-False-pile_sizes-3-4-5"
     assert slug("openspiel:goofspiel(num_turns=-1)") != slug("openspiel:goofspiel(num_turns=1)")
     assert slug("Nim-v0-train") == "Nim-v0-train"
-    assert (
-        with_slugs(f"evaluation-{SPIEL_NIM} (scripted:random)/Points")
-        == f"evaluation-{slug(SPIEL_NIM)} (scripted:random)/Points"
-    )
-    assert with_slugs("evaluation-openspiel:kuhn_poker (scripted:cfr)/n") == (
-        "evaluation-openspiel-kuhn_poker (scripted:cfr)/n"
-    )
     assert with_slugs("learner/loss") == "learner/loss"
     env_id = f"questions:{write(tmp_path / 'set.jsonl')}"
     config = Config.model_validate({"train_envs": [{"env_id": env_id, "num_players": 1, "num_actors": 1}]})
     assert default_run_name(config) == "unstable-lite-builtin-tiny-questions-set"
 
 
-def test_files_of_one_name_are_refused(tmp_path):
+def test_check_names_files_of_one_name_a_bad_file_and_reward_scale(tmp_path):
     config = config_of(tmp_path, write(tmp_path / "a" / "set.jsonl"), write(tmp_path / "b" / "set.jsonl"))
     assert any("questions-set; rename" in problem for problem in find_engine_problems(config))
-
-
-def test_check_names_a_bad_file_and_reward_scale(tmp_path):
     config = config_of(tmp_path, tmp_path / "absent.jsonl")
     (problem,) = find_problems(config)
     assert problem.startswith("eval_envs.0: env_id") and "absent.jsonl cannot be read" in problem
@@ -125,13 +113,10 @@ def test_evaluations_of_a_run_ask_in_the_order_of_the_file(tmp_path):
     assert [question(None) for _ in range(4)] == ["0?", "1?", "2?", "0?"]  # while training
 
 
-def test_offline_evaluation_asks_in_order_and_a_changed_file_is_another_cell(tmp_path):
+def test_changed_file_is_another_cell_of_an_evaluation(tmp_path):
     path = write(tmp_path / "set.jsonl")
     env = EvalEnvSpec(env_id=f"questions:{path}", num_players=1)
     cell = Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=env)
-    ref = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    specs = [game_spec(cell, number, 7, lambda _: ref) for number in range(4)]
-    assert [environment_of(spec, spec.seed).observe()[1] for spec in specs] == ["0?", "1?", "2?", "0?"]
     key = cell.key
     assert read_key(key).env_id == env.env_id
     write(path, 4)

@@ -102,12 +102,6 @@ def test_script_that_still_starts_ray_is_refused_at_its_first_part(monkeypatch):
         unstable.Tracker(run_name="test")
 
 
-@pytest.mark.parametrize("sampler", [unstable.samplers.BaseModelSampler, unstable.samplers.FixedOpponentModelSampler])
-def test_samplers_take_the_registry_as_the_script_gives_it(sampler):
-    registry = unstable.ModelRegistry()
-    assert sampler(model_registry=registry).registry is registry
-
-
 def test_learner_of_the_script_takes_the_arguments_of_a2c(monkeypatch):
     monkeypatch.setenv("OPENROUTER_API_KEY", "none")
     names = names_after_all_but_train()

@@ -278,7 +278,7 @@ async def test_engine_that_died_during_its_canary_is_checked_again(tmp_path):
     assert len(league.table.weights[Origin("update", "2")].answers["engine-1"]) == NUM_SAMPLED
 
 
-async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(tmp_path, monkeypatch):
+async def test_engine_that_refuses_to_unload_is_asked_again_also_while_another_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(sync_module, "UNLOAD_RETRY_S", 0.05)
     league = await make_league(tmp_path, 1, size=1, engines=2)
     first, second = league.engines.engines
@@ -286,19 +286,13 @@ async def test_retired_adapter_is_unloaded_even_if_an_engine_first_refuses(tmp_p
     await league.update()
     await league.adapter_sync.retired()
     assert set(first.loaded) == set(second.loaded) == {2}
-
-
-async def test_returning_engine_that_refuses_to_unload_is_asked_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sync_module, "UNLOAD_RETRY_S", 0.05)
-    league = await make_league(tmp_path, 1, size=1, engines=2)
-    first, second = league.engines.engines
-    league.table.lease(1)
+    league.table.lease(2)
     await league.update()
     second.is_up, second.num_refusals = False, 1
     first.while_unloading = second.mark_ready
-    league.table.end_lease(1)
+    league.table.end_lease(2)
     await league.settle()
-    assert set(first.loaded) == set(second.loaded) == {2}
+    assert set(first.loaded) == set(second.loaded) == {3}
 
 
 async def test_returning_engine_frees_slots_of_retired_adapters_first(tmp_path):
@@ -353,10 +347,6 @@ async def test_returning_engine_is_checked_on_all_adapters_at_once(tmp_path):
     await league.adapter_sync.restore(engine)
     assert set(engine.loaded) == {1, 2, 3}
     assert engine.most_at_once == 3 * NUM_SCORED
-    engine.start_again()
-    engine.lie, engine.lies_about = 0.5, 3
-    with pytest.raises(AdapterError, match="engine-1"):
-        await league.adapter_sync.restore(engine)
 
 
 async def test_canary_records_survive_json(tmp_path):
@@ -398,43 +388,41 @@ async def test_loaded_answers_and_those_of_this_run_keep_their_prompts(tmp_path)
     assert prompts_of(Origin("update", "2")) == {"a prompt of that run"}
 
 
-async def resumed(tmp_path: Path, change: Callable[[dict[str, Any]], None], max_loras: int = 5) -> League:
-    """Return a league of three checkpoints that was saved, changed and resumed."""
+def forget(state: dict[str, Any], adapters: Path) -> None:
+    weights = state["adapter_sync"]["canaries"]["weights"]
+    weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
+
+
+def damage(state: dict[str, Any], adapters: Path) -> None:
+    (adapters / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
+
+
+def nothing(state: dict[str, Any], adapters: Path) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "max_loras", "missing", "reason"),
+    [
+        pytest.param(forget, 5, ["ckpt-1"], "stored", id="not stored"),
+        pytest.param(nothing, 2, ["ckpt-1", "ckpt-2"], "slot", id="no slots"),
+        pytest.param(damage, 5, ["ckpt-1"], "damaged", id="damaged"),
+    ],
+)
+async def test_resumed_league_explains_each_missing_opponent(tmp_path, change, max_loras, missing, reason):
     first, parts = await make_league(tmp_path, 3, size=3), ("registry", "adapter_sync", "pool")
     state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
     await first.close()
-    change(state)
+    change(state, tmp_path / "adapters")
     league = League(tmp_path, 3, max_loras=max_loras)
     for part in parts:
         getattr(league, part).load_state_dict(state[part])
     shutil.copytree(tmp_path / "adapters" / "ckpt-3", league.store.path(3))
     await league.adapter_sync.sync(3, digest_of(b"weights of ckpt-3"))
     await league.pool.resume()
-    return league
-
-
-@pytest.mark.parametrize(("max_loras", "reason"), [(5, "stored"), (2, "slot")])
-async def test_resumed_league_explains_each_missing_opponent(tmp_path, max_loras, reason):
-    def forget(state: dict[str, Any]) -> None:
-        weights = state["adapter_sync"]["canaries"]["weights"]
-        if max_loras == 5:
-            weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
-
-    league = await resumed(tmp_path, forget, max_loras)
-    missing = ["ckpt-1"] if max_loras == 5 else ["ckpt-1", "ckpt-2"]
     assert sorted(alarm.split()[0] for alarm in league.alarms) == missing
     assert all(reason in alarm for alarm in league.alarms)
-    assert league.active == [uid for uid in ("ckpt-2", "ckpt-3") if uid not in missing]
+    assert league.active == [uid for uid in ("ckpt-1", "ckpt-2", "ckpt-3") if uid not in missing]
     league.check_what_is_active_is_loaded_as_itself()
-
-
-async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path):
-    def damage(state: dict[str, Any]) -> None:
-        (tmp_path / "adapters" / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
-
-    league = await resumed(tmp_path, damage)
-    assert [alarm.split()[0] for alarm in league.alarms][:1] == ["ckpt-1"]
-    assert league.active == ["ckpt-2", "ckpt-3"]
 
 
 @pytest.mark.parametrize(
@@ -446,6 +434,13 @@ async def test_resumed_run_knows_the_digests_of_returning_adapters(tmp_path):
         pytest.param(
             3, {"size": 2, "opponent_lag": (5, 9)}, ["base", "ckpt-3"], None, id="the oldest until one is old"
         ),
+        pytest.param(
+            12,
+            {"size": 2, "opponent_lag": (1, 3), "keep_checkpoints": (2,), "keep_every": 5},
+            ["ckpt-11", "ckpt-12"],
+            {"ckpt-2", "ckpt-5", "ckpt-10"} | {"ckpt-9", "ckpt-11", "ckpt-12"},
+            id="those that may return or are kept stay on disk",
+        ),
     ],
 )
 async def test_active_checkpoints_are(tmp_path, updates, options, active, on_disk):
@@ -453,7 +448,8 @@ async def test_active_checkpoints_are(tmp_path, updates, options, active, on_dis
     assert league.active == active
     assert set(league.engines.engines[0].loaded) == {int(uid[5:]) for uid in active if uid != "base"}
     assert league.pool.num_returned == 0
-    assert on_disk is None or {path.name for path in league.disk.glob("*")} == on_disk
+    stored = {path.parent.name: path.read_text() for path in league.disk.glob("*/adapter_model.safetensors")}
+    assert on_disk is None or stored == {uid: f"weights of {uid}" for uid in on_disk}
 
 
 async def test_lag_returns_each_checkpoint_on_time_under_a_new_version(tmp_path):
@@ -484,19 +480,6 @@ async def test_ratings_decide_which_checkpoints_stay_and_return(tmp_path, rule):
     assert league.active == ["ckpt-2", "ckpt-5", "ckpt-6"]
     league.check_what_is_active_is_loaded_as_itself()
     assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
-
-
-async def test_adapter_stays_while_a_game_uses_it_and_then_frees_its_slot(tmp_path):
-    league = await make_league(tmp_path, 3, size=2)
-    league.table.lease(2)  # a game with the opponent ckpt-2 starts
-    await league.play(1)
-    assert "ckpt-2" not in league.active
-    assert 2 in league.engines.engines[0].loaded
-    assert league.store.path(2).is_dir()
-    league.table.end_lease(2)  # and ends
-    await league.settle()
-    assert 2 not in league.engines.engines[0].loaded
-    assert not league.store.path(2).exists()
 
 
 async def test_return_never_takes_the_slot_of_the_next_update(tmp_path):
@@ -530,12 +513,18 @@ async def test_unused_opponent_makes_room_if_slots_are_short(tmp_path):
     assert league.active == ["ckpt-5", "ckpt-6", "ckpt-7"]
 
 
-async def test_partial_copy_is_never_left_in_place_of_a_complete_one(tmp_path):
+@pytest.mark.parametrize("extra_file", [None, "nowhere"], ids=["no directory", "a file that cannot be copied"])
+async def test_failed_copy_is_an_alarm_leaves_no_part_and_training_continues(tmp_path, extra_file):
     league = League(tmp_path, size=2)
-    await league.update(extra_file="nowhere")
-    await league.settle()
-    assert len(league.alarms) == 1
-    assert list(league.disk.iterdir()) == []
+    if extra_file is None:
+        league.disk.write_text("in the way")
+    for _ in range(3):
+        await league.update(extra_file)
+        await league.settle()
+    assert len(league.alarms) == 3
+    assert all("disk" in alarm for alarm in league.alarms)
+    assert league.active == ["ckpt-2", "ckpt-3"]
+    assert list(league.disk.glob("*")) == []
 
 
 async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path):
@@ -621,22 +610,6 @@ async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path):
     assert len(league.alarms) == 1
     assert "only 1 " in league.alarms[0]
     assert league.canaries.num_doubts == 4
-
-
-async def test_unwritable_disk_is_an_alarm_and_training_continues(tmp_path):
-    (tmp_path / "adapters").write_text("in the way")
-    league = await make_league(tmp_path, 3, size=2)
-    assert len(league.alarms) == 3
-    assert all("disk" in alarm for alarm in league.alarms)
-    assert league.active == ["ckpt-2", "ckpt-3"]
-
-
-async def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(tmp_path):
-    league = await make_league(tmp_path, 12, size=2, opponent_lag=(1, 3), keep_checkpoints=(2,), keep_every=5)
-    kept = {path.name for path in league.disk.iterdir()}
-    assert kept == {"ckpt-2", "ckpt-5", "ckpt-10"} | {"ckpt-9", "ckpt-11", "ckpt-12"}
-    for uid in kept:
-        assert (league.disk / uid / "adapter_model.safetensors").read_text() == f"weights of {uid}"
 
 
 async def test_files_needed_by_the_last_two_saved_states_stay_on_disk(tmp_path):

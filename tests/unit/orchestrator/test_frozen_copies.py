@@ -8,6 +8,7 @@ import pytest
 
 from fakes.handmade_adapters import fitting, small, write_adapter
 from unstable_lite.adapters.frozen import COPIES, keep_copy, read_facts
+from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
@@ -44,33 +45,34 @@ def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_p
     frozen = keep_frozen(make_plan(config), registry, tmp_path / "run", print)
     assert [name for _, name, _ in frozen] == [f"adapter:{tmp_path}/rival-{n}" for n in range(3)]
     assert adapter_slots_needed(config, len(frozen)) == 8
+    assert adapter_slots_needed(config_of("random", max_active_checkpoints=5), 2) == 9
     assert active_checkpoints(config, len(frozen)) == active_checkpoints(config) - 3
     assert changing_slots(config, len(frozen)) == changing_slots(config) - 3
     assert adapters_in_memory(config, len(frozen)) == adapters_in_memory(config) - 3
     assert in_flight(config, {}, len(frozen)).limit < in_flight(config, {}).limit
 
 
-def test_players_added_by_hand_are_refused_if_the_checkpoints_leave_no_slot_are_refused(tmp_path):
-    config = config_of("random", max_active_checkpoints=5)
-    with pytest.raises(ConfigError, match="with 2 frozen players this league needs at least 9 adapter slots"):
-        keep_frozen(make_plan(config), registry_with(*adapters(tmp_path, 2)), tmp_path / "run", print)
-
-
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path, is_gone):
+def test_config_of_a_run_stands_for_its_copies_which_a_new_run_copies(tmp_path, is_gone):
     other, run = tmp_path / "other", tmp_path / "run"
     first = write_adapter(other / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY)
     key, name = read_facts(first).key, f"run:{other}/newest"
-    keep_copy(name, run / COPIES)
-    (run / "config.toml").write_text(to_toml(config_of("fixed", fixed_opponents=[name]).model_dump(mode="json")))
+    kept, elsewhere = keep_copy(name, run / COPIES), tmp_path / "elsewhere.toml"
+    for path in (run / "config.toml", elsewhere):
+        path.write_text(to_toml(config_of("fixed", fixed_opponents=[name]).model_dump(mode="json")))
     write_adapter(other / "checkpoints" / "ckpt-2", fitting(TINY, 1), base=TINY)
     if is_gone:
         shutil.rmtree(other)
+        with pytest.raises(ConfigError, match="not a run directory"):
+            load_plan(elsewhere)
     plan, registry = load_plan(run / "config.toml"), ModelRegistry()
     add_training_opponents(plan.config, registry)
     ((_, _, copy),) = keep_frozen(plan, registry, tmp_path / "another", print)
     assert copy.parent == tmp_path / "another" / COPIES
     assert read_facts(copy).key == key
+    (kept.path / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_plan(run / "config.toml")
 
 
 def test_adapter_of_the_config_that_changed_since_the_check_is_refused(tmp_path):

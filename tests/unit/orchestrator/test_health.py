@@ -46,13 +46,24 @@ class Watched:
         self.tracker = Tracker(directory, [], TrackerConfig(), self.logged.append)
         self.stop = asyncio.Event()
         self.health = self.new_guard()
+        self.watching: asyncio.Task[None] | None = None
 
     def new_guard(self) -> TrainingHealth:
         return TrainingHealth(self.config, self.directory, self.buffer, self.tracker, self.logged.append, self.stop)
 
+    def start(self) -> None:
+        """Let the guard look at the time until the end of the test."""
+        self.watching = asyncio.create_task(self.health.run())
+
     def add_record(self, record: GameRecord) -> None:
         self.tracker.add_record(record)
         self.health.add_record(record)
+
+    def collect(self, *records: GameRecord) -> None:
+        """Count training games, and give them to the buffer."""
+        for record in records:
+            self.add_record(record)
+            self.buffer.add_game(record)
 
     def play(self, count: int, *outcome: Any, **made: Any) -> None:
         for _ in range(count):
@@ -91,6 +102,8 @@ async def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     yield make
     for watched in made:
+        if watched.watching is not None:
+            watched.watching.cancel()
         watched.tracker.close()
 
 
@@ -108,7 +121,8 @@ def game(
 ) -> GameRecord:
     """Return a game with the policy at seat 0."""
     is_training = kind == "train"
-    spec = make_spec(POLICY, opponent, kind=kind, trained=[0] * is_training, eval_label=made.pop("eval_label", None))
+    of_spec = {name: made.pop(name) for name in ("eval_label", "start", "sampling") if name in made}
+    spec = make_spec(POLICY, opponent, kind=kind, trained=[0] * is_training, **of_spec)
     trajectories = [make_trajectory(make_step(), model=POLICY)] * (is_training and end != "void")
     outcomes = {0: outcome, 1: "loss" if outcome == "win" else "win"}
     return make_record(spec, 1.0, -1.0, trajectories=trajectories, outcomes=outcomes, end=end, **made)
@@ -261,8 +275,11 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched):
     watched.play(512, "loss", opponent=OLDER)
     watched.play(512, "loss", kind="eval", eval_label="of a quota")
     watched.play(512, "loss", end="void")
+    start = BranchPoint(turns=(PastTurn(0, "", "a"),), pid=0, digest="")
+    watched.play(512, "loss", start=start)
+    watched.play(512, "loss", kind="eval", sampling=Sampling(temperature=0.0))
     watched.check([2])
-    assert watched.tracker.alarms == [], "games against older checkpoints, of a quota or void do not count"
+    assert watched.tracker.alarms == [], "those against older checkpoints, of a quota, void, of a branch or greedy"
     watched.play(512, "loss", end="invalid", invalid_pids=(0,))
     watched.check(range(3, 8))
     patterns = (
@@ -276,39 +293,14 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched):
     assert len(ends) == 2 and all(text.startswith("declined: the newest training games, of several") for text in ends)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("train", {"start": BranchPoint(turns=(PastTurn(0, "", "a"),), pid=0, digest="")}),
-        ("eval", {"sampling": Sampling(temperature=0.0)}),
-    ],
-    ids=["games that start within a game", "another sampling of an eval env"],
-)
-async def test_games_of_another_sort_are_not_compared(watched, kind, change):
-    watched.play(512, "win", kind=kind)
-    watched.check([1])
-    record = game("loss", kind=kind)
-    record.spec = replace(record.spec, **change)
-    for _ in range(512):
-        watched.add_record(record)
-    watched.check([2])
-    assert watched.tracker.alarms == []
-
-
 async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched):
-    def add(reason: str, count: int, end: GameEnd = "void", **made: Any) -> None:
-        for _ in range(count):
-            record = game(end=end, **made)
-            record.reason = reason
-            watched.add_record(record)
-
-    add("", 90, "natural")
-    add("budget_spent", 6)  # a stop
-    add("env_raised", 2, "invalid", kind="eval", eval_label="before")
-    add("context_full", 1, "truncated")
+    watched.play(90)
+    watched.play(6, end="void", reason="budget_spent")  # a stop
+    watched.play(2, end="invalid", reason="env_raised", kind="eval", eval_label="before")
+    watched.play(1, end="truncated", reason="context_full")
     watched.health.check_update(1, {})
     assert watched.tracker.alarms == [], "99 games are too few to judge"
-    add("context_full", 2, "truncated")
+    watched.play(2, end="truncated", reason="context_full")
     watched.health.check_update(2, {})
     (alarm,) = watched.tracker.alarms
     assert re.match(r"update 2: ended_early: 3\.0% of the newest 101 games ended early: context_full in E\b.*2%", alarm)
@@ -319,7 +311,7 @@ async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched):
     watched.health = watched.new_guard()
     watched.health.load_state_dict(health)
     assert not watched.tracker.alarms[1:]
-    add("", 512, "natural")
+    watched.play(512)
     watched.health.check_evaluation(evaluation(wins=50, step=3))
     assert re.match(r"ended_early, on since update 2, has ended: 0\.0%.*context_full in E", watched.logged[-1])
     assert watched.health.status() == "  alarms 1"
@@ -354,46 +346,37 @@ async def test_game_ended_by_any_own_seat_counts_whole(watched):
 
 async def test_games_without_steps_starve_the_learner(watch):
     watched = watch(starved={"threshold": 0.05, "action": "stop"})
-    watching = asyncio.create_task(watched.health.run())
+    watched.start()
     await asyncio.sleep(0.2)
     assert watched.logged == [], "no game has ended"
-    for record in (game(end="void"), game(end="invalid", invalid_pids=(1,))):
-        watched.add_record(record)
-        watched.buffer.add_game(record)
+    watched.collect(game(end="void"), game(end="invalid", invalid_pids=(1,)))
     await asyncio.wait_for(watched.stop.wait(), 30)
     assert watched.health.stopped_by is not None
     assert re.search(
         r" 2 training games .* 1 void, 1 .*run\.filter_opponent_invalid, 0 .* 384", watched.health.stopped_by
     )
-    watched.add_record(game())
-    watched.buffer.add_game(game())
+    watched.collect(game())
     while "starved" in watched.health.status():
         await asyncio.sleep(0.01)
-    watching.cancel()
 
 
 async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch):
     watched = watch(batch_size=2, starved={"threshold": 0.2, "action": "stop"})
     watched.buffer.max_staleness = 0
-    watching = asyncio.create_task(watched.health.run())
+    watched.start()
     async with asyncio.timeout(30):
         while not watched.stop.is_set():
-            for _ in range(2):
-                watched.add_record(game())
-                watched.buffer.add_game(game())
+            watched.collect(game(), game())
             assert not watched.buffer.has_batch(2, 5)
             await asyncio.sleep(0.01)
     assert "stale" in (watched.health.stopped_by or "")
-    watching.cancel()
 
 
 async def test_env_whose_steps_never_reach_the_learner_is_named(watch):
     watched = watch(starved={"threshold": 0.05})
     (env_id,) = (env.env_id for env in watched.config.train_envs)
-    record = game()
     for update in range(1, 4):
-        watched.add_record(record)
-        watched.buffer.add_game(record)
+        watched.collect(game())
         watched.health.check_update(update, {})
         await asyncio.sleep(0.1)
     assert any("starved" in text and env_id in text for text in watched.logged)
@@ -418,10 +401,8 @@ async def test_time_in_a_pause_does_not_starve_an_env(watch, tmp_path):
 
 async def test_learner_with_a_waiting_batch_does_not_starve(watch):
     watched = watch(batch_size=2, starved={"threshold": 0.05})
-    watching = asyncio.create_task(watched.health.run())
-    for record in (game(), game(), game(end="void")):
-        watched.add_record(record)
-        watched.buffer.add_game(record)
+    watched.start()
+    watched.collect(game(), game(), game(end="void"))
     for _ in range(40):
         await asyncio.sleep(0.01)
         watched.add_record(game(end="void"))
@@ -432,7 +413,6 @@ async def test_learner_with_a_waiting_batch_does_not_starve(watch):
             await asyncio.sleep(0.01)
             watched.add_record(game(end="void"))
     assert re.search(r"\b0 steps\b.* 2\b", watched.logged[0])
-    watching.cancel()
 
 
 async def test_batches_skipped_in_a_row_stop_the_run(watched):

@@ -34,22 +34,19 @@ def deaths_until_the_end(places: Sequence[str]) -> int:
     return len(places)
 
 
-def test_death_at_the_same_place_more_than_an_hour_ago_does_not_count(monkeypatch):
-    monkeypatch.setattr("time.monotonic", itertools.count(0, 4000).__next__)
-    assert deaths_until_the_end([HERE, HERE, HERE]) == 3
-
-
 @pytest.mark.parametrize(
-    ("places", "restarts"),
+    ("places", "seconds", "restarts"),
     [
-        ([HERE, HERE], 1),
-        ([HERE, "", HERE], 2),
-        ([HERE, "KeyError /home/me/own.py:13", "TypeError /home/me/own.py:12"], 3),
-        (["", "", ""], 3),
+        ([HERE, HERE], 1, 1),
+        ([HERE, HERE, HERE], 4000, 3),
+        ([HERE, "", HERE], 1, 2),
+        ([HERE, "KeyError /home/me/own.py:13", "TypeError /home/me/own.py:12"], 1, 3),
+        (["", "", ""], 1, 3),
     ],
-    ids=["the same place", "a kill between", "other lines and errors", "no code of the user"],
+    ids=["the same place", "more than an hour ago", "a kill between", "other lines and errors", "no code of the user"],
 )
-def test_second_death_at_the_same_place_ends_the_run(places, restarts):
+def test_second_death_at_the_same_place_within_an_hour_ends_the_run(monkeypatch, places, seconds, restarts):
+    monkeypatch.setattr("time.monotonic", itertools.count(0, seconds).__next__)
     assert deaths_until_the_end(places) == restarts
 
 

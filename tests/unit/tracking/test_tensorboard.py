@@ -46,6 +46,7 @@ CONFIG = Config(
     eval_envs=(
         EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent="scripted:random"),
         EvalEnvSpec(env_id="Blackjack-v0-train", num_players=1),
+        EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent="scripted:random", temperature=0.0),
     ),
 )
 WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Points"
@@ -118,7 +119,9 @@ def test_run_table_lists_main_keys_and_evaluation_results(tmp_path):
     assert {info.name for info in table.hparam_infos} == set(row)
     assert [metric.name.tag for metric in table.metric_infos] == [
         RESULT,
-        "Results/4 Nim-v0-train, random, while training",
+        "Results/5 Nim-v0-train, random, while training",
+        "Results/3 Nim-v0-train, random, greedy",
+        "Results/7 Nim-v0-train, random, greedy, while training",
         "collection-Nim-v0-train/reward",
     ]
 
@@ -133,6 +136,8 @@ def test_charts_match_the_metric_names_that_a_run_logs(tmp_path):
     assert found["loss"] == ["learner/loss"]
     assert found["staleness"] == ["learner/staleness_mean"]
     assert not any("Blackjack" in title for title in charts)  # an env without a winner
+    (greedy, *_) = charts["Nim-v0-train, points against scripted:random, greedy, 95 %"].margin.series
+    assert greedy.value == "Results/3 Nim-v0-train, random, greedy", "each sampling of an env has its chart"
     sink = TensorBoardSink(tmp_path, CONFIG.eval_cells)
     sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
     sink.close()
@@ -210,17 +215,6 @@ def test_tags_of_evaluations_have_the_slug_of_the_env(env_id, slug):
     metric = f"evaluation-{env_id} (scripted:random, greedy)/concurrent checkpoint "
     assert tag_of(metric + "n") == f"evaluation-{slug} against scripted:random, greedy/concurrent checkpoint n"
     assert tag_of(metric + "Points").partition(" ")[2] == f"{slug}, random, greedy, while training"
-
-
-def test_each_sampling_of_an_eval_env_has_its_chart():
-    greedy = CONFIG.eval_envs[0].model_copy(update={"temperature": 0.0})
-    config = CONFIG.model_copy(update={"eval_envs": (*CONFIG.eval_envs, greedy)})
-    charts = {chart.title: chart for part in layout(config).category for chart in part.chart}
-    tags = []
-    for title in ("scripted:random", "scripted:random, greedy"):
-        (series, *_) = charts[f"Nim-v0-train, points against {title}, 95 %"].margin.series
-        tags.append(series.value)
-    assert tags == [RESULT, "Results/3 Nim-v0-train, random, greedy"]
 
 
 def item(length: int, logprob: float, reward: float) -> TrainItem:

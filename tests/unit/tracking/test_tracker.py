@@ -3,7 +3,7 @@ import io
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class RecordingSink:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.histograms: list[tuple[int, str]] = []
         self.texts: list[tuple[int, str, str]] = []
+        self.is_closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append((step, dict(metrics)))
@@ -47,7 +48,7 @@ class RecordingSink:
         self.texts += [(step, name, text) for name, text in texts.items()]
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def generation() -> Generation:
@@ -89,9 +90,19 @@ def make_tracker(directory: Path, sink: RecordingSink | None = None, **config: A
     return tracker
 
 
-def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path):
-    sink = RecordingSink()
+@pytest.fixture
+def sink() -> RecordingSink:
+    return RecordingSink()
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, sink: RecordingSink) -> Iterator[Tracker]:
     tracker = make_tracker(tmp_path, sink)
+    yield tracker
+    tracker.close()
+
+
+def test_every_mean_covers_as_many_entries_as_its_n_says(tracker, sink):
     tracker.add_record(game())
     tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
     cut_off = game(rewards=(0.0, 0.0), end="truncated")
@@ -114,12 +125,9 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path):
     assert metrics == outcome | seat | length | formats | cut | time | counts
     assert sink.lines[-1][1]["run/void_games"] == 1
     assert sink.lines[-1][1]["exploration/E/Unique Actions"] == 1
-    tracker.close()
 
 
-def test_evaluation_without_results_reports_no_rates(tmp_path):
-    sink = RecordingSink()
-    tracker = make_tracker(tmp_path, sink)
+def test_evaluation_without_results_reports_no_rates(tracker, sink):
     policy = tracker.registry.current if tracker.registry else None
     assert policy is not None
     void = summarise_evaluation("before", 0, policy, "E", "scripted:random", [game(kind="eval", end="void")] * 3)
@@ -131,7 +139,6 @@ def test_evaluation_without_results_reports_no_rates(tmp_path):
     (table,) = evaluation_tables(result_rows([void, after]))
     assert [list(column.cells) for column in table.columns[3:5]] == [["100.0 %"], ["0.0–100.0"]]
     assert remark_lines([void]) == ["before, E against scripted:random: 3 void of 3 games"]
-    tracker.close()
 
 
 def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
@@ -146,9 +153,7 @@ def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
     return replace(record, spec=spec, turns=turns)
 
 
-def test_best_moves_are_counted_where_worse_ones_existed(tmp_path):
-    sink = RecordingSink()
-    tracker = make_tracker(tmp_path, sink)
+def test_best_moves_are_counted_where_worse_ones_existed(tracker, sink):
     records = [nim_game(0, 0, "[0 2]", "[0 2]", "[0 2]"), nim_game(1, 1, "[0 1]", "[9 9]"), nim_game(2, 0)]
     evaluation = summarise_evaluation("before", 0, BASE, "Nim-v0-train", "base", records)
     assert (evaluation.n, evaluation.wins, evaluation.losses) == (3, 2, 1), "counts one seat of each game"
@@ -164,7 +169,6 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path):
     assert tracker.latest[f"{group} n (choices)"] == 5
     (table,) = evaluation_tables(result_rows([evaluation, replace(evaluation, choices=0, optimal=0)]))
     assert list(table.columns[-1].cells) == ["60.0 %", "–"]
-    tracker.close()
     tally, restored = Tally(), Tally()
     for record in records:
         tally.add_record(record, record.spec.game_idx % 2)
@@ -172,10 +176,8 @@ def test_best_moves_are_counted_where_worse_ones_existed(tmp_path):
     assert restored.evaluation("a", "b", 0, "E", "x") == tally.evaluation("a", "b", 0, "E", "x")
 
 
-def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path, monkeypatch):
+def test_rich_sinks_get_histograms_and_sometimes_a_game(tracker, sink, monkeypatch):
     monkeypatch.setattr("unstable_lite.tracking.tracker.TRANSCRIPT_EVERY", 2)
-    sink = RecordingSink()
-    tracker = make_tracker(tmp_path, sink)
     spread = [Histogram(name="advantage", edges=(0.0, 1.0), counts=(3,))]
     tracker.add_record(game(kind="eval"))
     tracker.log_update(1, {}, spread)
@@ -190,7 +192,6 @@ def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path, monkeypatch):
     for fact in ("game 7, seed 2: player 0 base, player 1 fixed-scripted:random", "invalid: player 0 loss (-1) by an"):
         assert fact in text
     assert text.index("turn 0: player 0") < text.index("state") < text.index("answer") < text.index("turn 1: player 1")
-    tracker.close()
 
 
 class UnprintableError(Exception):
@@ -212,6 +213,7 @@ def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path, error):
             raise error
 
         def close(self) -> None:
+            super().close()
             raise error
 
     failing, healthy, reported = FailingSink(), RecordingSink(), list[str]()
@@ -224,6 +226,9 @@ def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path, error):
     assert type(error).__name__ in reported[0]
     assert (tracker.failures.lost_records, len(healthy.lines), len(failing.lines)) == (5, 3, 1)
     tracker.close()
+    assert failing.is_closed and healthy.is_closed
+    with pytest.raises(ValueError, match="closed file"):
+        tracker._games_file.write({})
     with pytest.raises(KeyboardInterrupt), tracker.failures.survived("sink"):
         raise KeyboardInterrupt
 
@@ -237,8 +242,7 @@ def test_transcript_length_is_bounded(tmp_path):
     assert "(… 96004 characters …)" in text and "a?end\n" in text and "(and 960 more turns)" in text
 
 
-def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path):
-    tracker = make_tracker(tmp_path, keep_games="none")
+def test_means_cover_the_newest_window_while_step_keeps_counting(tracker):
     for _ in range(WINDOW):
         tracker.add_record(game(rewards=(-1.0, 1.0)))
     for _ in range(WINDOW):
@@ -247,11 +251,10 @@ def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path):
     assert tracker.latest["collection-E/Win Rate"] == 1
     assert tracker.latest["collection-E/n"] == WINDOW
     assert tracker.latest["collection-E/step"] == 2 * WINDOW
-    tracker.close()
 
 
-def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path):
-    tracker, evaluated, trained = make_tracker(tmp_path), game(kind="eval"), game()
+def test_game_without_a_turn_of_the_model_has_no_turn_means(tracker):
+    evaluated, trained = game(kind="eval"), game()
     tracker.add_record(dataclasses.replace(evaluated, turns=evaluated.turns[1:]))
     trajectories = [dataclasses.replace(trained.trajectories[0], steps=[])]
     tracker.add_record(dataclasses.replace(trained, turns=trained.turns[1:], trajectories=trajectories))
@@ -265,7 +268,6 @@ def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path):
     assert tracker.latest["evaluation-E (scripted:random)/n (turns)"] == 1
     assert tracker.latest["evaluation-E (scripted:random)/Cut Off Rate"] == 1
     assert tracker.latest["evaluation-E (scripted:random)/Thinking Cut Rate"] == 0
-    tracker.close()
 
 
 def shown(evaluations: Sequence[Evaluation]) -> str:
@@ -274,15 +276,13 @@ def shown(evaluations: Sequence[Evaluation]) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoint(tmp_path):
-    tracker = make_tracker(tmp_path)
+def test_totals_count_evaluation_games_among_all_and_continue_from_the_checkpoint(tracker, tmp_path):
     for record in (game(), game(kind="eval"), game(kind="eval", end="void")):
         tracker.add_record(record)
     assert replace(tracker.totals, seconds=0.0) == Totals(3, 2, 1, 0.0)
     assert tracker.totals.games_text == "3, of which 2 in evaluations; 1 void"
     tracker.log_update(1, {})
     assert (tracker.latest["run/games"], tracker.latest["run/eval_games"]) == (3, 2)
-    tracker.close()
     state = tracker.state_dict()
     for resumed_from, eval_games in ((state, 2), ({key: state[key] for key in state if key != "eval_games"}, 7)):
         resumed = make_tracker(tmp_path)
@@ -300,9 +300,7 @@ def ended(reason: str, end: GameEnd = "void", **made: Any) -> GameRecord:
     return record
 
 
-def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path):
-    sink = RecordingSink()
-    tracker = make_tracker(tmp_path, sink)
+def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tracker, sink, tmp_path):
     tracker.log_update(1, {})
     for record in [*[ended("context_full", "truncated")] * 2, ended("network"), game()]:
         tracker.add_record(record)
@@ -323,7 +321,6 @@ def test_reasons_of_ends_are_counted_by_env_and_opponent_from_the_first(tmp_path
     resumed.resume(state, [])
     lines = list(read_records(tmp_path / "games.jsonl"))
     assert [line["reason"] for line in lines] == ["context_full", "context_full", "network", "", "context_full"]
-    tracker.close()
     resumed.close()
 
 
@@ -365,8 +362,7 @@ def test_points_of_games_that_invalid_moves_ended_do_not_stand_alone():
     assert "points 50.0 %" in evaluated(9).describe() and "90 % of the games" in evaluated(9).describe()
 
 
-def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path):
-    tracker = make_tracker(tmp_path)
+def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tracker, tmp_path):
     new = tracker.registry.add_policy("ckpt-5", adapter_version=5, iteration=5)
     for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
         tracker.add_record(game(kind="eval", rewards=rewards))
@@ -447,8 +443,7 @@ def test_reward_interval_used_for_verdicts_never_vanishes():
     assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - student(99) * 0.02, 0.5 + student(99) * 0.02))
 
 
-async def test_train_data_of_each_update_is_one_file(tmp_path):
-    tracker = make_tracker(tmp_path)
+async def test_train_data_of_each_update_is_one_file(tracker, tmp_path):
     (step,) = game().trajectories[0].steps
     await tracker.add_train_data(1, 4, [step, step])
     await tracker.add_train_data(2, 5, [[step], [step, step]])  # episodes
@@ -462,8 +457,7 @@ async def test_train_data_of_each_update_is_one_file(tmp_path):
     assert next(read_part(files[0])) == {**said, **sampled, "format_feedback": feedback, "staleness": 1}
 
 
-async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_path):
-    tracker = make_tracker(tmp_path)
+async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tracker, tmp_path):
     (tmp_path / "train_data").rmdir()
     await tracker.add_train_data(1, 0, [])
     tracker._train_data._thread.submit((tmp_path / "train_data").mkdir)
@@ -490,28 +484,11 @@ def test_tokens_and_logprobs_are_kept_if_configured(tmp_path, keep_tokens):
     assert opponent[6] is None
 
 
-class BrokenSink:
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None:
-        self.is_closed = True
-        raise RuntimeError("this sink cannot be closed")
-
-
-def test_failed_start_of_a_resume_keeps_open_evaluations_and_closes_every_sink(tmp_path):
+def test_failed_start_of_a_resume_keeps_open_evaluations(tracker, tmp_path):
     """The registry does not have the evaluated checkpoint yet."""
-    sinks, tally = (BrokenSink(), BrokenSink()), Tally()
-    tracker = Tracker(tmp_path, sinks, TrackerConfig())
+    tally = Tally()
     tally.add("win", 1.0, False)
-    tracker.registry = ModelRegistry()
     pending = {"tallies": [["ckpt-23", "E", "scripted:random", tally.state_dict()]]}
     tracker.resume(tracker.state_dict() | pending, [])
     tracker.close()
     assert (tmp_path / "eval.jsonl").read_text() == ""
-    assert all(sink.is_closed for sink in sinks)
-    assert "BrokenSink" in tracker.alarms[0] and "cannot be closed" in tracker.alarms[0]
-    with pytest.raises(ValueError, match="closed file"):
-        tracker._games_file.write({})
