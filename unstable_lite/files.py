@@ -154,7 +154,8 @@ def to_line(record: Mapping[str, Any] | msgspec.Struct) -> bytes:
         return _ENCODER.encode(record) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which an API's JSON may hold, has no UTF-8: write a question mark
         plain = msgspec.to_builtins(record, enc_hook=_plain)
-        return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        written = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
+        return _ENCODER.encode(json.loads(written)) + b"\n"
 
 
 def _plain(value: Any) -> Any:

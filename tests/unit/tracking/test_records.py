@@ -75,6 +75,7 @@ def test_values_unknown_to_json_are_written_anyway(tmp_path, text, written):
 
 def test_non_finite_number_is_written_as_null():
     assert to_line({"x": float("nan"), "y": float("-inf")}) == b'{"x":null,"y":null}\n'
+    assert to_line({"x": float("inf"), "text": "\ud83d"}) == b'{"x":null,"text":"?"}\n'
 
 
 @pytest.mark.parametrize(
