@@ -135,8 +135,10 @@ def test_resume_and_best_are_offered_only_of_checkpoints_that_exist(tmp_path: Pa
 def test_run_without_a_quota_of_evaluation_games_announces_none(tmp_path: Path) -> None:
     run = shown_runs.without_evaluation(tmp_path)
     config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(re.sub("eval_games = \\d+", "eval_games = 0\nnum_eval_workers = 16", config))
-    assert "before training" not in shown(run) and "games beside training" in shown(run)
+    for workers, says in ((16, "games beside training"), (0, "no evaluation is planned")):
+        changed = re.sub("eval_games = \\d+", f"eval_games = 0\nnum_eval_workers = {workers}", config)
+        (run / "config.toml").write_text(changed)
+        assert "before training" not in shown(run) and says in shown(run)
 
 
 def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
