@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import unstable_lite
 
@@ -115,16 +115,14 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.mark.browser
 @pytest.mark.nightly
-def test_search_finds_a_key_and_the_page_asks_no_other_server(address, chromium):
+def test_search_finds_a_key_and_the_page_asks_no_other_server(address, browser):
     asked: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(address)
-        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
-        page.locator("input.md-search__input").press_sequentially("max_staleness")
-        expect(page.locator(".md-search-result__item", has_text="Every key of a config")).to_be_visible()
-        browser.close()
+    page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
+    page.locator("input.md-search__input").press_sequentially("max_staleness")
+    expect(page.locator(".md-search-result__item", has_text="Every key of a config")).to_be_visible()
+    page.close()
     assert asked
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []

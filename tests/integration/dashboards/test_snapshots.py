@@ -1,10 +1,9 @@
-"""The output of `run`, `runs` and `envs` at 80 columns, for each of the runs in `shown_runs`."""
+"""The output of `run`, `runs` and `envs` at 80 columns, and the dashboard at four sizes, for runs in `shown_runs`."""
 
 import io
-import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.fakes.shown_runs import CASES, running
+from tests.fakes.shown_runs import CASES
 from tests.fakes.snapshots import assert_as_before
 from unstable_lite.cli.app import app, print_summary
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.dashboards.run_directory import RunDirectory, list_runs, runs_table
-from unstable_lite.dashboards.terminal import (
-    TerminalInterface,
-    VisibleConsole,
-    print_lines,
-)
+from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, print_lines
+from unstable_lite.dashboards.top import MachineLoad, draw
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.run import Summary
@@ -67,19 +63,18 @@ def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, mo
     assert_as_before(f"output/{case.__name__}", re.sub(r"^\d\d:\d\d:\d\d", "12:42:01", shown, flags=re.M))
 
 
-def test_evaluation_without_a_result_is_a_row_like_the_others(tmp_path: Path) -> None:
-    view = RunDirectory(running(tmp_path))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_top_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    view, frames = RunDirectory(case(Path("outputs"))), []
     view.refresh()
-    console = VisibleConsole(file=io.StringIO(), width=80)
-    parts = parts_of(view, console)
-    newest = Evaluation.from_json(view.lines("eval")[-1])
-    void = replace(newest, n=0, wins=0, draws=0, losses=0, void=400, scores=(), rewards=(), mean_reward=math.nan)
-    parts.tracker.evaluations += [newest, void]
-    Evaluations._say(parts.evaluations, void)
-    header, row, remark = (line[10:] for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
-    assert header.split("  ")[0] == "when"
-    assert [cell for cell in re.split("  +", row) if cell][2:] == ["no result", "–"]
-    assert remark.endswith("400 void of 400 games")
+    for width, height in ((60, 20), (80, 24), (120, 36), (200, 50)):
+        console = VisibleConsole(file=io.StringIO(), width=width, height=height, color_system=None)
+        console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
+        frame = console.file.getvalue()  # type: ignore[attr-defined]
+        assert frame.count("\n") == height
+        frames.append(f"{width} × {height}\n{frame}")
+    assert_as_before(f"top/{case.__name__}", "\n".join(frames))
 
 
 def parts_of(view: RunDirectory, console: VisibleConsole) -> Any:
