@@ -1,20 +1,20 @@
 """The site of mkdocs.yml, built as CI and the deployment build it: no warning, no dead link, nothing from outside."""
 
-import functools
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import expect
 
 import unstable_lite
+from fakes.http_servers import QuietHandler, http_server
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
@@ -102,15 +102,12 @@ def test_api_reference_has_every_public_name(site, seen):
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
+    class Handler(QuietHandler, SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=site)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=site)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
+    with http_server(Handler) as url:
+        yield f"{url}/"
 
 
 @pytest.mark.browser

@@ -82,15 +82,13 @@ def questions(outputs: Path) -> Path:
 
 
 def many_opponents(outputs: Path) -> Path:
-    """Write a run with the envs and opponents `MANY`: many games are void or ended by an invalid move."""
+    """Write a run with the envs and opponents `MANY`; some of its games are void or ended by an invalid move."""
     envs = [env for env_id, opponent in MANY for env in _envs(env_id, [opponent])]
     results = [
         of_points(step, env_id, opponent, 0.3 + 0.02 * number + step / 100, games=100)
         for step in (0, 20)
         for number, (env_id, opponent) in enumerate(MANY)
     ]
-    void = {"n": 0, "wins": 0, "losses": 0, "void": 100, "scores": (), "rewards": (), "mean_reward": math.nan}
-    results[-2] = replace(results[-2], **void)
     results[-1] = replace(results[-1], ended_invalid=30, void=6, reasons={"vendor/model[/INST] does not answer": 6})
     return _write(outputs, "many[/opponents]", _config(envs, 20), results, 20)
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from bench.study.reading import read_study
 from bench.study.statistics import summarise
 from fakes import runs
 from fakes.handmade_adapters import fitting, write_adapter
+from fakes.studies import places_in, start
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.errors import ConfigError
@@ -53,12 +52,6 @@ SCRIPTED: dict[str, Any] = {
 }
 """The scripted engine has no weights with which the canary could agree."""
 SLOW = SCRIPTED | {"algorithm": "fakes.slow_learners:TakesASecond"}
-USES_NUMPY_LEARNER = """
-import sys
-if sys.orig_argv[2:4] == ["unstable_lite", "run"]:
-    from fakes import numpy_learner
-    numpy_learner.use()
-"""
 Command = Callable[..., tuple[int, str]]
 PRIMARY = f"points against scripted:random in {ENV}, last"
 
@@ -69,25 +62,6 @@ def write_study(directory: Path, **changes: Any) -> Path:
     path = directory / "study.toml"
     path.write_text(to_toml({**study, **changes}))
     return path
-
-
-def places_in(directory: Path) -> tuple[str, ...]:
-    return "--json", str(directory / "tiny.json"), "--output", str(directory / "outputs")
-
-
-def start(study: Path, directory: Path, *arguments: str, is_torchless: bool = False) -> subprocess.Popen[str]:
-    """Start the command. is_torchless: let its runs use the learner of `fakes.numpy_learner`."""
-    (directory / "path").mkdir(exist_ok=True)
-    (directory / "path" / "sitecustomize.py").write_text(USES_NUMPY_LEARNER * is_torchless)
-    path = [str(directory / "path"), str(REPOSITORY), runs.TESTS, os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench", "study", str(study), *places_in(directory), *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """The output of `run`, `runs` and `envs` at 80 columns, and the dashboard at four sizes, for runs in `shown_runs`."""
 
 import io
+import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.fakes.shown_runs import CASES
+from tests.fakes.shown_runs import CASES, running
 from tests.fakes.snapshots import assert_as_before
 from unstable_lite.cli.app import app, print_summary
 from unstable_lite.config.games import EvalEnvSpec
@@ -75,6 +76,21 @@ def test_top_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, monke
         assert frame.count("\n") == height
         frames.append(f"{width} × {height}\n{frame}")
     assert_as_before(f"top/{case.__name__}", "\n".join(frames))
+
+
+def test_evaluation_without_a_result_is_a_row_like_the_others(tmp_path: Path) -> None:
+    view = RunDirectory(running(tmp_path))
+    view.refresh()
+    console = VisibleConsole(file=io.StringIO(), width=80)
+    parts = parts_of(view, console)
+    newest = Evaluation.from_json(view.lines("eval")[-1])
+    void = replace(newest, n=0, wins=0, draws=0, losses=0, void=400, scores=(), rewards=(), mean_reward=math.nan)
+    parts.tracker.evaluations += [newest, void]
+    Evaluations._say(parts.evaluations, void)
+    header, row, remark = (line[10:] for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    assert header.split("  ")[0] == "when"
+    assert [cell for cell in re.split("  +", row) if cell][2:] == ["no result", "–"]
+    assert remark.endswith("400 void of 400 games")
 
 
 def parts_of(view: RunDirectory, console: VisibleConsole) -> Any:
