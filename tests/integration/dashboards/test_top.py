@@ -261,7 +261,7 @@ def test_league_is_added_to_and_read_again_if_rewritten(directory: Path) -> None
     assert view.league() is before
     assert view.league().of(RANDOM, "ckpt-128") == Result(102, won=26, drawn=1, lost=75)
     assert view.league().games["ckpt-128"] == 102
-    (directory / "new").write_text("".join(lines[:5] * 26))  # of as many lines, as a resumed run may have
+    (directory / "new").write_text("".join(lines[:5] * 40))  # not shorter, as that of a resumed run may be
     (directory / "new").rename(path)
     view.refresh()
     assert view.league().of("ckpt-128", RANDOM) is None

@@ -82,7 +82,7 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
     facts = yaml.safe_load(front)
     assert facts["library_name"] == "peft" and "license" not in facts and "unstable-lite" in facts["tags"]
     assert "base_model" not in facts  # a packaged base is on no hub
-    assert "ckpt-2: points 87.0 % (95 %: INTERVAL) in 100 games of Nim-v0-train" in text
+    assert "ckpt-2: points 87.0 % (95 %: 78.6–92.4) in 100 games of Nim-v0-train" in text
     assert "base: points 48.0 %" in text and "ckpt-1" not in text
     assert "torch 2.13.0" in text and "vllm serve" not in text
     assert "<|im_start|>user\n{observation}<|im_end|>" in text
