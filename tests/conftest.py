@@ -1,16 +1,23 @@
 """Fixtures and settings for every test: markers for hardware and vLLM, and the modules whose warnings are errors."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from fakes.shared_runs import finished_run, sync_run  # noqa: F401
 from unstable_lite.engines.devices import count_gpus, vllm_usable
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # No test asserts a duration.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,8 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no Chromium on this machine (apt-get install chromium)"))
 
 
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """Return the path of Chromium, for tests marked `browser`."""
-    assert CHROMIUM is not None
-    return CHROMIUM
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Yield Chromium, for tests marked `browser`."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -26,14 +26,14 @@ def test_importing_the_package_loads_nothing_heavy():
     assert not heavy & _loaded_after("import unstable_lite")
 
 
-def test_every_module_of_the_orchestrator_loads_without_torch():
-    loaded = _loaded_after("import unstable_lite.cli.app, unstable_lite.api, unstable_lite.tracking.tensorboard")
-    assert not {"torch", "transformers", "peft", "vllm"} & loaded
-
-
-def test_word_lists_are_loaded_only_by_word_games():
+def test_orchestrator_chooses_engines_and_plays_without_heavy_libraries_and_word_lists():
+    """Only word games load the lists."""
+    choose = "from unstable_lite.engines.devices import choose_engine, resolve_devices"
+    modules = "import unstable_lite.cli.app, unstable_lite.api, unstable_lite.tracking.tensorboard"
     play = "from unstable_lite.games.environments import Environment; Environment('TicTacToe-v0-train', 2, 0).observe()"
-    assert "nltk" not in _loaded_after(f"import unstable_lite.orchestrator.run\n{play}")
+    loaded = _loaded_after(f"{choose}\n{modules}\nchoose_engine('auto', resolve_devices('auto', 'auto')[0])\n{play}")
+    assert "unstable_lite.orchestrator.run" in loaded
+    assert not {"torch", "transformers", "peft", "vllm", "nltk"} & loaded
     assert "nltk" in _loaded_after("from textarena.envs.utils.word_lists import EnglishDictionary")
 
 
@@ -140,9 +140,3 @@ def test_results_have_one_text_and_one_interval():
     assert not re.search("wilson|sqrt|student", script, re.IGNORECASE)
     template = (PACKAGE / "dashboards/report/page.html.jinja").read_text()
     assert not text.search(re.sub(r'style="[^"]*"', "", template))
-
-
-def test_choosing_an_engine_imports_no_heavy_library():
-    choose = "from unstable_lite.engines.devices import choose_engine, resolve_devices"
-    loaded = _loaded_after(f"{choose}\nchoose_engine('auto', resolve_devices('auto', 'auto')[0])")
-    assert not {"torch", "transformers", "vllm"} & loaded

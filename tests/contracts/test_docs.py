@@ -26,10 +26,12 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
+from bench.study.reading import FOR_A_CLAIM
 from fakes import numpy_learner, runs
 from fakes.wandb_runs import agent_command
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
+from unstable_lite.config.reading import drop_removed, parse_config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint
 from unstable_lite.planning.plan import load_plan
@@ -41,6 +43,8 @@ RUN = Path("outputs/2026-11-21/12-00-00-mine")
 """The name of a run on the pages."""
 ON_CPU = ('engine.devices=["cpu"]', 'learner.devices=["cpu"]')
 GPU = re.compile(r"#.*\bneeds (a GPU|GPUs)\b")
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+STUDIES = sorted((ROOT / "bench" / "results" / "studies").glob("*.json"))
 ENV = '\n[[train_envs]]\nenv_id = "Nim-v0-train"\nnum_players = 2\nnum_actors = {}\n'
 
 
@@ -295,7 +299,7 @@ def test_gpu_recipe_is_the_quick_start_of_the_reference():
 
 @pytest.mark.nightly
 @pytest.mark.browser
-def test_pictures_are_made_from_a_run(run, tmp_path, chromium):
+def test_pictures_are_made_from_a_run(run, tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "pictures.py", run],
         capture_output=True,
@@ -317,3 +321,38 @@ def test_tests_that_guard_the_invariants_exist():
     assert len(named) > 10
     for path, name in named:
         assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_every_row_of_a_study_is_published():
+    published = {row for path in STUDIES for row in path.with_suffix(".md").read_text(encoding="utf-8").splitlines()}
+    tables = re.findall(r"^\| measure \|.*\n(?:\|.*\n)+", RESULTS, re.MULTILINE)
+    assert tables
+    assert not [row for table in tables for row in table.splitlines() if row not in published]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_published_study_is_whole_small_and_on_the_page(path):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    runs = {(run["arm"], run["seed"]) for run in content["runs"]}
+    study = content["study"]
+    assert runs == {(arm["name"], seed) for arm in study["arms"] for seed in study["seeds"]}
+    assert len(study["seeds"]) >= FOR_A_CLAIM
+    assert all(run["measures"].get(study["primary"]) is not None for run in content["runs"])
+    assert path.stat().st_size < 2_000_000
+    for config in content["configs"].values():
+        drop_removed(config)
+        _, problems = parse_config(config)
+        assert not problems, "the study cannot be continued or shown"
+    assert f"examples/studies/{path.stem}.toml" in RESULTS and f"bench/results/studies/{path.stem}.json" in RESULTS
+    assert (ROOT / "examples" / "studies" / f"{path.stem}.toml").exists()
+
+
+def test_scale_page_has_exactly_the_tables_that_the_bench_prints():
+    from bench import plan  # imports torch
+
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Engines of a learner rank\n")[2].partition("\n## ")[0]
+    for table in plan.tables():
+        assert f"\n\n{table}\n\n" in section, "copy the tables of `python -m bench scale`"
+        section = section.replace(table, "")
+    assert "|" not in section and "```" not in section, "the page has a table that the bench does not print"

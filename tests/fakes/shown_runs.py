@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from unstable_lite.tracking.evaluations import Deals, Evaluation, Tally
+from unstable_lite.types import Outcome
 
 NIM = "Nim-v0-train"
 BEGAN = 1_795_780_000.0
@@ -40,17 +41,12 @@ MANY = (
 
 def quickstart(outputs: Path) -> Path:
     """Write the finished quickstart, with a spike of the KL divergence at update 188 and one alarm."""
-    results = _of_points(QUICKSTART, every=85)
-    return _write(
-        outputs, "quickstart-example", _config(_envs(NIM, QUICKSTART), 255), results, 255, alarms=["collapse: a test"]
-    )
+    return _nim(outputs, "quickstart-example", 255, alarms=["collapse: a test"])
 
 
 def running(outputs: Path) -> Path:
     """Write the quickstart at update 128, running in this process."""
-    results = [one for one in _of_points(QUICKSTART, every=85) if one.step <= 128]
-    live = {"has_ended": False, "time": time.time(), "pid": os.getpid()}
-    return _write(outputs, "running", _config(_envs(NIM, QUICKSTART), 255), results, 128, live)
+    return _nim(outputs, "running", 128, live={"has_ended": False, "time": time.time(), "pid": os.getpid()})
 
 
 def without_evaluation(outputs: Path) -> Path:
@@ -61,15 +57,12 @@ def without_evaluation(outputs: Path) -> Path:
 
 def failed(outputs: Path) -> Path:
     """Write a run that failed at update 3, after the evaluations before training."""
-    results = [one for one in _of_points(QUICKSTART, every=85) if not one.step]
-    return _write(outputs, "failed", _config(_envs(NIM, QUICKSTART), 255), results, 3, {"has_failed": True})
+    return _nim(outputs, "failed", 3, live={"has_failed": True})
 
 
 def resumed(outputs: Path) -> Path:
     """Write a run that was killed after update 100, resumed a day later, and has ended at update 170."""
-    results = [one for one in _of_points(QUICKSTART, every=85) if one.step <= 170]
-    config = _config(_envs(NIM, QUICKSTART), 170)
-    directory = _write(outputs, "resumed", config, results, 170, paused_after=100)
+    directory = _nim(outputs, "resumed", 170, learning_steps=170, paused_after=100)
     (directory / "config-100.toml").write_text(tomli_w.dumps(_config(_envs(NIM, QUICKSTART), 255)))
     return directory
 
@@ -133,36 +126,40 @@ def of_points(step: int, env_id: str, opponent: str, points: float, games: int =
     """Return an evaluation with exactly this share of points."""
     outcomes = [1.0] * round(points * games) + [0.0] * (games - round(points * games))
     random.Random(f"{step} {env_id} {opponent}").shuffle(outcomes)
-    tally = Tally()
-    for won in outcomes:
-        tally.add("win" if won else "loss", 2 * won - 1, own_invalid=False)
-    evaluation = tally.evaluation(_label(step), f"ckpt-{step}" if step else "base", step, env_id, opponent)
+    results: list[tuple[Outcome, float]] = [("win" if won else "loss", 2 * won - 1) for won in outcomes]
+    evaluation = _evaluation(step, env_id, opponent, results)
     return replace(evaluation, scores=_by_deal(outcomes, seats))
 
 
 def _of_rewards(step: int, env_id: str, mean: float, games: int = 200) -> Evaluation:
     drawn = random.Random(f"{step} {env_id}")
     rewards = [round(mean + drawn.choice((-0.4, -0.1, 0.0, 0.5)), 3) for _ in range(games)]
-    tally = Tally()
-    for reward in rewards:
-        tally.add("na", reward, own_invalid=False)
-    evaluation = tally.evaluation(_label(step), f"ckpt-{step}" if step else "base", step, env_id, "none")
+    evaluation = _evaluation(step, env_id, "none", [("na", reward) for reward in rewards])
     by_deal = _by_deal(rewards, 1)
     return replace(evaluation, scores=by_deal, rewards=by_deal)
 
 
-def _of_points(points: Mapping[str, Sequence[float]], every: int) -> list[Evaluation]:
-    """Return evaluations in Nim in the order in which a run makes them."""
-    count = len(next(iter(points.values())))
-    return [of_points(every * n, NIM, opponent, of[n]) for n in range(count) for opponent, of in points.items()]
+def _evaluation(step: int, env_id: str, opponent: str, games: Iterable[tuple[Outcome, float]]) -> Evaluation:
+    tally = Tally()
+    for outcome, reward in games:
+        tally.add(outcome, reward, own_invalid=False)
+    label, model = (f"update {step}", f"ckpt-{step}") if step else ("before", "base")
+    return tally.evaluation(label, model, step, env_id, opponent)
+
+
+def _nim(outputs: Path, name: str, updates: int, learning_steps: int = 255, **more: Any) -> Path:
+    """Write a run of the quickstart with the evaluations that it has made, in this order."""
+    config = _config(_envs(NIM, QUICKSTART), learning_steps)
+    results = [
+        of_points(85 * n, NIM, opponent, points[n])
+        for n in range(1 + updates // 85)
+        for opponent, points in QUICKSTART.items()
+    ]
+    return _write(outputs, name, config, results, updates, **more)
 
 
 def _by_deal(values: Sequence[float], seats: int) -> Deals:
     return tuple(tuple(values[first : first + seats]) for first in range(0, len(values), seats))
-
-
-def _label(step: int) -> str:
-    return f"update {step}" if step else "before"
 
 
 def _envs(env_id: str, opponents: Iterable[str], num_players: int = 2) -> list[dict[str, Any]]:

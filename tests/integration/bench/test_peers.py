@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +14,7 @@ from bench.harness import bench_config, letters
 from bench.peers import padded_update, reference_update
 from bench.peers.blocking import play
 from bench.peers.ticking_engine import in_a_process
+from fakes.game_records import BASE, make_generation, make_item, make_spec
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError
 from unstable_lite.games.env_pool import make_in_process
@@ -24,31 +24,7 @@ from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.batching import fit
 from unstable_lite.learner.model import Policy
 from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, TrainItem
-
-BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-
-
-def make_game(*models: ModelRef) -> GameSpec:
-    agents = [
-        AgentSpec(
-            pid=pid,
-            model=model,
-            collect_data=model.kind == "checkpoint",
-            prompt_template="tiny",
-            action_extraction_fn="default",
-        )
-        for pid, model in enumerate(models)
-    ]
-    return GameSpec(
-        game_idx=0,
-        kind="train",
-        env_id="TicTacToe-v0-train",
-        num_players=2,
-        seed=4,
-        agent_specs=tuple(agents),
-        max_turns=20,
-    )
+from unstable_lite.types import GameRecord, GameSpec, Generation
 
 
 def answers() -> list[str]:
@@ -59,15 +35,7 @@ def played_by_ours(spec: GameSpec) -> GameRecord:
     texts = iter(answers())
 
     async def generate(*_: object) -> Generation:
-        nothing = np.empty(0, np.int32)
-        return Generation(
-            prompt_ids=nothing,
-            completion_ids=nothing,
-            logprobs=np.empty(0, np.float32),
-            text=next(texts),
-            finish_reason="stop",
-            adapter_version=0,
-        )
+        return make_generation([], text=next(texts))
 
     record = new_record(spec)
     players = {
@@ -78,7 +46,7 @@ def played_by_ours(spec: GameSpec) -> GameRecord:
 
 
 def test_blocking_game_gives_the_same_record_as_ours() -> None:
-    spec, texts = make_game(BASE, BASE), iter(answers())
+    spec, texts = make_spec(BASE, BASE, env_id="TicTacToe-v0-train", seed=4, max_turns=20), iter(answers())
     record = play(spec, lambda *_: next(texts))
     ours = played_by_ours(spec)
     assert record.turns == ours.turns and len(record.turns) >= 5
@@ -124,15 +92,8 @@ def test_peers_updates_have_the_same_gradient_as_ours(tmp_path: Path) -> None:
     items, steps = [], []
     for index in range(padded_update.ROWS + 3):
         prompt, completion = letters(rng, rng.randint(20, 40)), letters(rng, rng.randint(4, 9))
-        prompt_ids, completion_ids = (np.array(tokenizer(text)["input_ids"], np.int32) for text in (prompt, completion))
-        item = TrainItem(
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            logprobs=np.zeros(len(completion_ids), np.float32),
-            reward=rng.choice((-1.0, 0.5, 1.0)),
-            adapter_version=0,
-            trajectory=index,
-        )
+        prompt_ids, completion_ids = (tokenizer(text)["input_ids"] for text in (prompt, completion))
+        item = make_item(prompt_ids, completion_ids, reward=rng.choice((-1.0, 0.5, 1.0)), trajectory=index)
         items.append(replace(item, logprobs=ours.policy.score([item])[0].adapter))
         steps.append(reference_update.TextStep(prompt=prompt, completion=completion, advantage=item.reward))
     policy = Policy(config, "cpu")

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -28,6 +26,7 @@ from bench.study.reading import read_study
 from bench.study.statistics import summarise
 from fakes import runs
 from fakes.handmade_adapters import fitting, write_adapter
+from fakes.studies import places_in, start
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.errors import ConfigError
@@ -53,13 +52,7 @@ SCRIPTED: dict[str, Any] = {
 }
 """The scripted engine has no weights with which the canary could agree."""
 SLOW = SCRIPTED | {"algorithm": "fakes.slow_learners:TakesASecond"}
-USES_NUMPY_LEARNER = """
-import sys
-if sys.orig_argv[2:4] == ["unstable_lite", "run"]:
-    from fakes import numpy_learner
-    numpy_learner.use()
-"""
-Command = Callable[[Path], tuple[int, str]]
+Command = Callable[..., tuple[int, str]]
 PRIMARY = f"points against scripted:random in {ENV}, last"
 
 
@@ -71,22 +64,6 @@ def write_study(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def start(study: Path, directory: Path, *arguments: str, is_torchless: bool = False) -> subprocess.Popen[str]:
-    """Start the command. is_torchless: let its runs use the learner of `fakes.numpy_learner`."""
-    (directory / "path").mkdir(exist_ok=True)
-    (directory / "path" / "sitecustomize.py").write_text(USES_NUMPY_LEARNER * is_torchless)
-    path = [str(directory / "path"), str(REPOSITORY), runs.TESTS, os.environ.get("PYTHONPATH", "")]
-    places = ("--json", str(directory / "tiny.json"), "--output", str(directory / "outputs"))
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench", "study", str(study), *places, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
     """Yield a function that runs the command in this process, for a study that starts no run."""
@@ -94,9 +71,8 @@ def command(tmp_path: Path) -> Iterator[Command]:
     bench = typer.Typer()
     bench.command()(study_command.main)
 
-    def call(study: Path) -> tuple[int, str]:
-        places = ("--json", str(tmp_path / "tiny.json"), "--output", str(tmp_path / "outputs"))
-        ended = CliRunner().invoke(bench, [str(study), *places])
+    def call(study: Path, *arguments: str, directory: Path = tmp_path) -> tuple[int, str]:
+        ended = CliRunner().invoke(bench, [str(study), *places_in(directory), *arguments])
         return ended.exit_code, ended.output
 
     yield call
@@ -121,7 +97,7 @@ def has_checkpoint_of(directory: Path, name: str) -> bool:
 
 
 @pytest.mark.nightly
-def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
+def test_killed_study_continues_to_the_same_runs(tmp_path: Path, command: Command) -> None:
     begin, study = functools.partial(start, is_torchless=True), write_study(tmp_path, base=SLOW)
     first = begin(study, tmp_path)
     runs.wait_for(lambda: len(results(tmp_path)["runs"]) == 1 and has_checkpoint_of(tmp_path, "two-seed-1"))
@@ -144,18 +120,17 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.json").write_text((tmp_path / "tiny.json").read_text())
-    runs.output_of(runs.finish(begin(study, elsewhere)))
+    assert command(study, directory=elsewhere)[0] == 0
     assert results(elsewhere) == content and not run_directories(elsewhere)
 
     (tmp_path / "tiny.json").unlink()
-    code, out, err = runs.finish(begin(study, tmp_path))
-    assert code == 0 and "run 1" not in out, out + err
+    code, out = command(study)
+    assert code == 0 and "run 1" not in out, out
     assert results(tmp_path) == content
 
     loss = {"loss": {"metric": "learner/loss"}, "points": {"opponent": "scripted:random"}}
-    out = runs.output_of(
-        runs.finish(start(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), tmp_path, "--show"))
-    )
+    code, out = command(write_study(tmp_path, base=SLOW, measures=loss, primary="loss"), "--show")
+    assert code == 0, out
     assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
     assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
 
@@ -165,9 +140,7 @@ def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
     sft = {"players": ["scripted:random"], "pairs": 20, "epochs": 1, "learning_rate": 1e-3, "holdout": 0.0}
     frozen = {"learner": SCRIPTED["learner"] | {"learning_rate": 1e-12}, "run": SCRIPTED["run"] | {"learning_steps": 1}}
     path = write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1])
-    process = start(path, tmp_path)
-    said = process.communicate()
-    assert process.returncode == 0, said
+    runs.output_of(runs.finish(start(path, tmp_path)))
     (adapter,) = tmp_path.glob("outputs/warm_start-*")
     made = load_file(adapter / WEIGHTS)
     assert any(weight.any() for name, weight in made.items() if "lora_B" in name)
@@ -178,8 +151,7 @@ def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
 
     made_at = (adapter / WEIGHTS).stat().st_mtime_ns
     write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1, 2])
-    process = start(path, tmp_path)
-    assert process.communicate() and process.returncode == 0
+    runs.output_of(runs.finish(start(path, tmp_path, is_torchless=True)))
     assert (adapter / WEIGHTS).stat().st_mtime_ns == made_at
     assert len(results(tmp_path)["runs"]) == 4
 
@@ -205,17 +177,6 @@ def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: s
     assert runs.are_gone(children)
     runs.output_of(runs.finish(begin(study, tmp_path, "--jobs", "2")))
     assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
-
-
-@pytest.mark.nightly
-def test_failed_run_is_reported_and_the_others_go_ahead(tmp_path: Path) -> None:
-    failing = {"rewards": {"final_reward_transformation": ["fakes.failing_transform:Transform"]}}
-    arms = [{"name": "broken", "overrides": failing}, {"name": "whole"}]
-    code, out, err = runs.finish(start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path, is_torchless=True))
-    assert code == 1, out + err
-    assert "broken, seed 1 exited with code 1; the last lines of " in out and "error: your code ended the run: " in out
-    assert [run["arm"] for run in results(tmp_path)["runs"]] == ["whole"]
-    assert "failed: broken, seed 1; log: " in out
 
 
 def test_second_study_in_one_folder_and_a_bad_file_are_refused(tmp_path: Path, command: Command) -> None:
@@ -296,7 +257,7 @@ def test_every_shipped_study_can_run(path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.browser
-def test_page_fits_a_desk_and_a_phone(tmp_path: Path, chromium: str) -> None:
+def test_page_fits_a_desk_and_a_phone(tmp_path: Path, browser: Browser) -> None:
     study, results = read_study(STUDIES[0]).study, list[dict[str, Any]]()
     for number, (seed, arm) in enumerate(itertools.product(study.seeds, study.arms)):
         values = {name: (7 * number % 20) / 20 for name in study.measures}
@@ -306,13 +267,10 @@ def test_page_fits_a_desk_and_a_phone(tmp_path: Path, chromium: str) -> None:
     content = {"runs": results, **summarise(study, results)}
     (tmp_path / "study.html").write_text(to_html(study, content, ["A note."]))
     said: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for width in (1280, 390):
-            page = browser.new_page(viewport={"width": width, "height": 800})
-            page.on("console", lambda message: said.append(message.text))
-            page.goto((tmp_path / "study.html").as_uri())
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.locator("svg").count() == 1 + len(study.measures) + len(study.arms)
-        browser.close()
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.on("console", lambda message: said.append(message.text))
+        page.goto((tmp_path / "study.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("svg").count() == 1 + len(study.measures) + len(study.arms)
     assert not said

@@ -1,7 +1,11 @@
-"""The report as a person uses it: opened from disk in a browser without a network."""
+"""The report as a person uses it: opened from disk in a browser without a network.
+
+Its results are those of `eval.jsonl` and of the terminal: one number everywhere.
+"""
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -15,11 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
+from rich.console import Console
 from typer.testing import CliRunner
 
+from fakes import shown_runs
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
-from fakes.game_records import make_generation, make_record, make_spec
+from fakes.game_records import BASE, RANDOM, make_generation, make_record, make_spec
 from fakes.odd_tokenizers import make_odd_tokenizer
 from unstable_lite.adapters.frozen import update_of
 from unstable_lite.adapters.store import try_lock
@@ -29,7 +35,8 @@ from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.dashboards.report import write_report
 from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name, metric_points
 from unstable_lite.dashboards.report.games import Sample, pieces, read_games, templates_by_env
-from unstable_lite.dashboards.run_directory import Group, RunData
+from unstable_lite.dashboards.run_directory import Group, RunData, RunDirectory
+from unstable_lite.dashboards.terminal import evaluation_tables
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
 from unstable_lite.games.templates import TEMPLATES
@@ -39,14 +46,13 @@ from unstable_lite.models.local_tokenizer import CUT
 from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.records import JsonlSink, step_to_json
+from unstable_lite.tracking.result_rows import ResultRow, to_markdown
 from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
 TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
-BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 CKPT = ModelRef(uid="ckpt-2", kind="checkpoint", adapter_version=2)
-RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 NIM, TTT = "Nim-v0-train", "TicTacToe-v0-train"
 RULES = "Rules, line 1\nRules, line 2\nRules, line 3\n"
 HOSTILE = (
@@ -118,6 +124,9 @@ GAMES = [
 ]
 
 
+STAGES = {"raw_reward": 1.0, "env_reward": 0.625, "step_reward": 0.375}
+
+
 def step_of(record: GameRecord, turn: int) -> Step:
     """Return the batch entry of a turn; each stage has a different reward."""
     one = record.turns[turn]
@@ -129,13 +138,7 @@ def step_of(record: GameRecord, turn: int) -> Step:
         reward=0.875,
         env_id=record.spec.env_id,
         generation=one.generation,
-        step_info={
-            "game_idx": record.spec.game_idx,
-            "turn": turn,
-            "raw_reward": 1.0,
-            "env_reward": 0.625,
-            "step_reward": 0.375,
-        },
+        step_info={"game_idx": record.spec.game_idx, "turn": turn, **STAGES},
     )
 
 
@@ -151,37 +154,31 @@ def write_run(
     envs = [{"env_id": NIM, "num_players": 2, "num_actors": 1}]
     whole = Config.model_validate({"train_envs": envs, "run": {"learning_steps": 3}} | (config or {}))
     (directory / "config.toml").write_text(to_toml(whole.model_dump(mode="json")))
-    (directory / "versions.json").write_text(
-        json.dumps({"commit": "abc123", "packages": {"torch": "2.13.0", "vllm": None}, "machine": {"cores": 2}})
-    )
+    versions = {"commit": "abc123", "packages": {"torch": "2.13.0", "vllm": None}, "machine": {"cores": 2}}
+    (directory / "versions.json").write_text(json.dumps(versions))
     registry = ModelRegistry()
     registry.add_fixed("scripted:random")
-    rated = [record for record in games if record.end != "void"]
-    for agent in (agent for record in rated for agent in record.spec.agent_specs):
-        if agent.model.uid not in registry.get_all_models():
-            if agent.model.kind == "fixed":
-                registry.add_fixed(str(agent.model.name))
-            else:
-                registry.add_policy(agent.model.uid, 0, update_of(Path(agent.model.uid)) or 0)
-    for record in rated:
-        uids = {agent.pid: agent.model.uid for agent in record.spec.agent_specs}
-        registry.update_ratings(uids, record.rewards, record.spec.env_id)
     tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], TrackerConfig(keep_tokens=True))
     tracker.registry = registry
     for record in games:
-        trained = [step_of(record, turn) for turn in (0, 2) if record.turns[turn].generation is not None]
-        if record.spec.kind == "train" and record.end != "void":
-            record = dataclasses.replace(
-                record,
-                trajectories=[
-                    PlayerTrajectory(pid=0, env_id=record.spec.env_id, game_idx=0, model=CKPT, steps=trained)
-                ],
-            )
+        spec, is_void = record.spec, record.end == "void"
+        for model in [agent.model for agent in spec.agent_specs if not is_void]:
+            if model.kind == "fixed":
+                registry.add_fixed(str(model.name))
+            elif model.uid not in registry.get_all_models():
+                registry.add_policy(model.uid, 0, update_of(Path(model.uid)) or 0)
+        if not is_void:
+            registry.update_ratings({of.pid: of.model.uid for of in spec.agent_specs}, record.rewards, spec.env_id)
+        if spec.kind == "train" and not is_void:
+            trained = [step_of(record, turn) for turn in (0, 2) if record.turns[turn].generation is not None]
+            played = PlayerTrajectory(pid=0, env_id=spec.env_id, game_idx=0, model=CKPT, steps=trained)
+            record = dataclasses.replace(record, trajectories=[played])
         tracker.add_record(record)
     for label, model, update, wins in (("before", "base", 0, 50), ("after", "ckpt-3", 3, won_after)):
         tally = Tally()
         for number in range(100):
-            tally.add("win" if number < wins else "loss", 1.0 if number < wins else -1.0, own_invalid=False)
+            outcome, reward = ("win", 1.0) if number < wins else ("loss", -1.0)
+            tally.add(outcome, reward, own_invalid=False)
         tracker.add_evaluation(tally.evaluation(label, model, update, NIM, "scripted:random"))
     for update in (1, 2, 3):
         if f"ckpt-{update}" not in registry.get_all_models():
@@ -193,26 +190,14 @@ def write_run(
         tracker.log_update(update, {"learner/entropy": 2.0 / update, "run/tokens_per_s": 100.0, **ratings})
     for alarm in alarms:
         tracker.alarm(3, alarm)
-    write_whole(
-        directory / "train_data" / "step-000003.jsonl.gz",
-        [
-            step_to_json(
-                step_of(record, 2), 4, record.turns[2].generation.logprobs[:TRAINED] + 0.5 * np.arange(TRAINED)
-            )
-            for record in games
-            if record.spec.game_idx == 9 and record.turns[2].generation
-        ],
-    )
+    of_update = [
+        step_to_json(step_of(record, 2), 4, generation.logprobs[:TRAINED] + 0.5 * np.arange(TRAINED))
+        for record in games
+        if record.spec.game_idx == 9 and (generation := record.turns[2].generation)
+    ]
+    write_whole(directory / "train_data" / "step-000003.jsonl.gz", of_update)
     tracker.close()
     return directory
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 OpenReport = Callable[..., Page]
@@ -246,11 +231,19 @@ def opened_by(browser: Browser) -> Iterator[OpenReport]:
 open_page = pytest.fixture(opened_by, name="open_page")
 
 
+def report_of(*runs: Path) -> Path:
+    """Write a report of these runs beside the first one, and return its path."""
+    return write_report(list(runs), runs[0].with_suffix(".html")).path
+
+
+def text_of(*runs: Path) -> str:
+    return report_of(*runs).read_text("utf-8")
+
+
 @pytest.fixture(scope="module")
 def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("one")
-    run = write_run(directory / "12-00-00-mine", alarms=("engine and learner disagree by 0.3",))
-    return write_report([run], directory / "report.html").path
+    place = tmp_path_factory.mktemp("one") / "12-00-00-mine"
+    return report_of(write_run(place, alarms=("engine and learner disagree by 0.3",)))
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +260,6 @@ def page(shared_page: Page) -> Page:
     return shared_page
 
 
-MET = ("base", "ckpt-2", "scripted:random")
-"""Models that met others in `GAMES`."""
 IS_EMPTY = "(plot) => !plot.querySelector('svg.main-svg')"
 EMPTY_CHARTS = (
     f"[...document.querySelectorAll('.chart-group[open] .plot, #ladder-chart .plot')].filter({IS_EMPTY}).length"
@@ -311,7 +302,7 @@ def test_charts_of_a_large_group_are_drawn_as_they_come_near(tmp_path: Path, ope
     run = write_run(tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     write_lines(run / "metrics.jsonl", *(line | {f"mine/{n}": n + line["step"] for n in range(90)} for line in lines))
-    page = open_page(write_report([run], tmp_path / "report.html").path)
+    page = open_page(report_of(run))
     page.get_by_text("Every recorded curve").click()
     group = page.locator(".chart-group[open]", has_text="Every recorded curve")
     group.locator("svg.main-svg").first.wait_for()
@@ -365,22 +356,17 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
     expect(page.locator("#setup")).to_contain_text("abc123")
     expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")
     expect(page.locator("#ladder-chart figure")).to_have_count(1)
-    row = page.get_by_role("region", name="Ladder of 12-00-00-mine").locator("tbody tr").first
-    expect(row).to_contain_text("ckpt-2 strongest")
-    last = (
-        page.get_by_role("region", name="Ladder of 12-00-00-mine")
-        .locator("tr", has_text="scripted:random")
-        .locator("td")
-    )
+    ladder = page.get_by_role("region", name="Ladder of 12-00-00-mine")
+    expect(ladder.locator("tbody tr").first).to_contain_text("ckpt-2 strongest")
+    last = ladder.locator("tr", has_text="scripted:random").locator("td")
     assert last.all_inner_texts()[-4:] == ["6", "2", "0", "4"]
     matrix = page.get_by_role("region", name="Match matrix of 12-00-00-mine")
-    assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
-    cells = {
-        row: matrix.locator("tr", has=page.locator("th[scope=row]", has_text=row)).locator("td").first for row in MET
-    }
-    expect(cells["scripted:random"]).to_have_attribute(
-        "title", re.compile("^2 won, 0 drawn, 2 lost; 95 %: 7.2 % – 92.8 %")
-    )
+    met = ["base", "ckpt-2", "scripted:random"]
+    assert matrix.locator("thead th").all_inner_texts() == met
+    rows = [matrix.locator("tr", has=page.locator("th[scope=row]", has_text=name)) for name in met]
+    cells = {name: row.locator("td").first for name, row in zip(met, rows, strict=True)}
+    against_random = re.compile("^2 won, 0 drawn, 2 lost; 95 %: 7.2 % – 92.8 %")
+    expect(cells["scripted:random"]).to_have_attribute("title", against_random)
     expect(cells["ckpt-2"]).to_have_attribute("title", re.compile("^1 won, 1 drawn, 0 lost"))
     expect(cells["ckpt-2"]).to_have_text("75 %2")  # of the points, 2 games
     expect(cells["base"]).to_have_text("·")
@@ -417,7 +403,7 @@ def test_filters_leave_the_games_that_they_name(page: Page, chosen, expected) ->
 def test_newest_lost_evaluation_game_is_open_at_first(tmp_path: Path, open_page: OpenReport) -> None:
     lost = [game(number, model, kind="eval", **LOST) for number, model in enumerate((BASE, CKPT, CKPT, BASE))]
     others = [game(number, CKPT, kind="eval") for number in range(4, 200)]
-    page = open_page(write_report([write_run(tmp_path / "run", [*lost, *others])], tmp_path / "report.html").path)
+    page = open_page(report_of(write_run(tmp_path / "run", [*lost, *others])))
     expect(page.locator("#game h3")).to_contain_text("Game 2:")
     row = page.locator("#list [aria-current=true]")
     expect(row).to_contain_text("#2 ")
@@ -513,14 +499,9 @@ def test_prompt_of_an_untrained_turn_is_made_from_its_template(page: Page) -> No
 
 
 def test_prompt_that_cannot_be_reconstructed_is_omitted() -> None:
-    brief = {"user": "{observation}"}
     envs = [{"env_id": NIM, "prompt_template": "brief"}, {"env_id": TTT}, {"env_id": TTT, "prompt_template": "tiny"}]
-    config = {
-        "templates": {"brief": brief},
-        "train_envs": envs,
-        "eval_envs": [{"env_id": NIM, "prompt_template": "chat"}],
-    }
-    (found,) = templates_by_env(config).items()
+    config = {"train_envs": envs, "eval_envs": [{"env_id": NIM, "prompt_template": "chat"}]}
+    (found,) = templates_by_env(config | {"templates": {"brief": {"user": "{observation}"}}}).items()
     assert found[0] == ("train", NIM)
     assert found[1].prompt("board", 2) == "board"
     assert templates_by_env(config | {"templates": {"brief": {"usr": ""}}}) == {}
@@ -618,7 +599,7 @@ def test_model_text_stays_text(tmp_path: Path, open_page: OpenReport) -> None:
         ]
     games.append(game(len(games), CKPT, **{**VOID, "error": HOSTILE[0]}))
     run = write_run(tmp_path / "12-00-00-<i>run", games, alarms=HOSTILE[:-1])
-    page = open_page(write_report([run], tmp_path / "report.html").path)
+    page = open_page(report_of(run))
     elements = "[...document.body.querySelectorAll('script, img, iframe, b#hacked, i:not([style])')].length"
     before = page.evaluate(elements)
     for number, text in enumerate(HOSTILE):
@@ -718,14 +699,12 @@ def test_ten_thousand_games_are_listed_and_found(tmp_path: Path, open_page: Open
 
 @pytest.mark.browser
 def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page: OpenReport) -> None:
-    seeds = [
-        write_run(
-            tmp_path / f"12-00-0{seed}-a", config={"run": {"learning_steps": 3, "seed": seed}}, won_after=80 + 10 * seed
-        )
-        for seed in (0, 1)
-    ]
+    seeds = []
+    for seed in (0, 1):
+        config = {"run": {"learning_steps": 3, "seed": seed}}
+        seeds.append(write_run(tmp_path / f"12-00-0{seed}-a", config=config, won_after=80 + 10 * seed))
     other = write_run(tmp_path / "12-00-05-b", config={"learner": {"learning_rate": 0.5}, "run": {"learning_steps": 3}})
-    page = open_page(write_report([seeds[0], other, seeds[1]], tmp_path / "report.html").path)
+    page = open_page(report_of(seeds[0], other, seeds[1]))
     result = page.locator(".results tbody tr").first
     assert page.locator(".results thead th").all_inner_texts() == ["against", "config A, 2 seeds", "12-00-05-b"]
     seeded, alone = result.locator("td").all()
@@ -747,7 +726,7 @@ def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenRep
     run = write_run(tmp_path / "12-00-00-new", [])
     for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "league.jsonl", "alarms.jsonl"):
         (run / name).unlink()
-    page = open_page(write_report([run], tmp_path / "report.html").path)
+    page = open_page(report_of(run))
     expect(page.locator("#summary")).to_contain_text("No evaluation was recorded")
     expect(page.locator("#game")).to_contain_text("no games")
     expect(page.locator("#games")).to_contain_text("No game has ended yet.")
@@ -803,7 +782,7 @@ def test_state_of_the_run_is_in_the_first_screen(tmp_path: Path) -> None:
     (run / "lock").touch()
 
     def first_screen() -> str:
-        text = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+        text = text_of(run)
         return re.sub(r"<[^>]*>", "", text[text.index("<title>") : text.index('<section id="curves"')])
 
     (run / "live.json").write_text(json.dumps({"pid": 1, "time": time.time(), "has_ended": True, "learning_steps": 9}))
@@ -821,7 +800,7 @@ def test_state_of_the_run_is_in_the_first_screen(tmp_path: Path) -> None:
 def test_run_without_evaluations_is_compared_with_one_that_has_some(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, [], {"run": {"seed": seed}}) for seed, name in enumerate(("some", "none"))]
     (runs[1] / "eval.jsonl").write_text("")
-    text = write_report(runs, tmp_path / "report.html").path.read_text("utf-8")
+    text = text_of(*runs)
     assert text.count(f'title="Points against scripted:random in {NIM}"') == 1
 
 
@@ -834,7 +813,7 @@ def test_every_model_appears_once_in_the_matrix(tmp_path: Path) -> None:
     checkpoints = [ModelRef(uid=f"ckpt-{n}", kind="checkpoint", adapter_version=n) for n in range(30)]
     for name, few, many in (("others", checkpoints[:3], others), ("checkpoints", checkpoints, others[:3])):
         games = [game(n, few[n % len(few)], other) for n, other in enumerate(many * len(few))]
-        text = write_report([write_run(tmp_path / name, games)], tmp_path / "report.html").path.read_text("utf-8")
+        text = text_of(write_run(tmp_path / name, games))
         matrix = text[text.index('<h3 id="matches"') : text.index('<section id="games"')]
         rows = re.findall(r'<th scope="row">((?:ckpt|gemini)-\d+)</th>', matrix)
         columns = re.findall(r'<th scope="col"><span>((?:ckpt|gemini)-\d+)</span></th>', matrix)
@@ -846,7 +825,7 @@ def test_every_model_appears_once_in_the_matrix(tmp_path: Path) -> None:
 
 def test_matrix_of_a_run_that_kept_no_games_is_from_its_league_log(tmp_path: Path) -> None:
     run = write_run(tmp_path / "12-00-00-none", [])
-    text = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+    text = text_of(run)
     matrix = text[text.index('<h3 id="matches"') : text.index('<section id="games"')]
     assert re.findall(r'<th scope="col"><span>(.*?)</span></th>', matrix) == ["scripted:random"]
     rows = dict(re.findall(r'<th scope="row">(.*?)</th>\s*<td[^>]*title="(.*?);', matrix))
@@ -872,3 +851,72 @@ def test_non_run_directory_and_missing_dependency_are_named(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UnstableError, match=r"pip install 'unstable-lite\[report\]'"):
         write_report([tmp_path], tmp_path / "report.html")
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the finished quickstart, which got 349 of 400 points against the base: 87.25 %, which rounds to 87.2 %."""
+    return shown_runs.quickstart(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def quickstart_page(browser: Browser, quickstart: Path) -> Iterator[Page]:
+    with contextlib.contextmanager(opened_by)(browser) as open_report:
+        yield open_report(report_of(quickstart))
+
+
+def rows_of(run: Path) -> list[ResultRow]:
+    directory = RunDirectory(run)
+    directory.refresh()
+    return directory.results()
+
+
+@pytest.mark.browser
+def test_each_number_is_that_of_eval_and_of_the_terminal(quickstart: Path, quickstart_page: Page) -> None:
+    lines = [json.loads(line) for line in (quickstart / "eval.jsonl").read_text().splitlines()]
+    rows = rows_of(quickstart)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*evaluation_tables(rows))
+    terminal = re.sub(r"[ %]+", " ", console.export_text())
+    shown = [line.locator("th, td").all_inner_texts() for line in quickstart_page.locator(".results tbody tr").all()]
+    assert [cells[0].split("\n")[0] for cells in shown] == [row.label for row in rows]
+    for row, (_, before, newest, _, change, *_, words) in zip(rows, shown, strict=True):
+        of_row = [line for line in lines if line["opponent"] == row.opponent]
+        for line, one, cell in ((of_row[0], row.before, before), (of_row[-1], row.newest, newest)):
+            assert cell.split("\n") == [one.value_text, f"{one.interval_text}, n = {one.n}"]
+            value, low, high, n = (float(number) for number in re.findall(r"[\d.]+", cell))
+            in_json = [100 * line["points"], *(100 * edge for edge in line["interval"])]
+            assert ([value, low, high], n) == (pytest.approx(in_json, abs=0.0501), line["n"])
+            assert f" {value} {one.interval_text} " in terminal
+        assert change.split("\n") == [row.change_text, row.change_interval_text]
+        assert words.endswith(row.verdict_text)
+
+
+@pytest.mark.browser
+def test_half_of_a_tenth_is_rounded_once(quickstart: Path, quickstart_page: Page) -> None:
+    against_base = json.loads((quickstart / "eval.jsonl").read_text().splitlines()[-1])
+    assert (against_base["opponent"], against_base["wins"], against_base["points"]) == ("base", 349, 0.8725)
+    chart = quickstart_page.locator("figure", has_text="Points against base").first
+    expect(chart.locator(".latest b")).to_have_text("87.2 %")
+    chart.get_by_text("Values").click()
+    expect(chart.locator(".values tr").last).to_contain_text("87.2 %")
+    expect(quickstart_page.locator("#evaluations")).to_contain_text("87.2 %")
+    assert "87.3" not in quickstart_page.locator("body").inner_text()
+
+
+def test_time_of_a_run_without_a_clock_in_live_json_is_that_of_its_metrics(tmp_path: Path) -> None:
+    run = shown_runs.quickstart(tmp_path)
+    live = json.loads((run / "live.json").read_text())
+    (run / "live.json").write_text(json.dumps({name: value for name, value in live.items() if name != "seconds"}))
+    newest = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert RunData(run).totals().seconds == newest["run/seconds"] > 0
+
+
+@pytest.mark.browser
+def test_results_are_copied_as_markdown(quickstart: Path, quickstart_page: Page) -> None:
+    table = to_markdown({"": rows_of(quickstart)})
+    quickstart_page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    quickstart_page.locator("#copy").click()
+    expect(quickstart_page.locator("#copy")).to_have_text("Copied")
+    assert quickstart_page.evaluate("navigator.clipboard.readText()") == table
+    assert "| base | 50.5 % | 87.2 % (" in table

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,72 +21,20 @@ from unstable_lite.config.reading import read_config
 from unstable_lite.dashboards.report.curves import evaluation_charts, lines_by_name
 from unstable_lite.dashboards.run_directory import list_runs, read_groups
 from unstable_lite.errors import UnstableError
-from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import create_run_directory
-
-
-async def write_run(outputs: Path, name: str, checkpoints: tuple[int, ...], **changes: str) -> Path:
-    """Write a run directory as a run with these checkpoints leaves it; the learner's part is some bytes."""
-    directory = outputs / "2026-01-02" / name
-    (directory / "checkpoints").mkdir(parents=True)
-    text = runs.write_small(directory).read_text()
-    for old, new in changes.items():
-        key = old.replace("__", " = ")
-        assert key in text
-        text = text.replace(key, new)
-    (directory / "small.toml").unlink()
-    (directory / "config.toml").write_text(text)
-    (directory / "versions.json").write_text("{}")
-
-    async def save_learner(to: Path) -> None:
-        (to / "adapter_model.safetensors").write_bytes(bytes(50_000))
-
-    for number in checkpoints:
-        await save_checkpoint(directory / "checkpoints", number, {"updates": number}, [], save_learner)
-    newest = max(checkpoints, default=0)
-    metrics = [
-        {"step": n, "time": float(n), "run/games": 10 * n, "learner/entropy": 1 / n, "learner/num_tokens": 7}
-        for n in range(1, newest + 1)
-    ]
-    write_lines(directory / "metrics.jsonl", *metrics)
-    write_lines(directory / "eval.jsonl")
-    write_lines(directory / "live.json", {"pid": os.getpid(), "has_ended": True, "learning_steps": 9})
-    (directory / "lock").touch()
-    return directory
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -> dict[str, Any]:
-    wins, cell = round(win_rate * n), {"env_id": "Nim-v0-train", "opponent": "scripted:random"}
-    who = {"label": label, "model": model, "step": int(model.removeprefix("ckpt-")), **cell}
-    rest = {"points": win_rate, "mean_reward": 0.0, "reward_std": 0.9, "invalid": 0, "void": 0}
-    return {**who, "n": n, "wins": wins, "draws": 0, "losses": n - wins, **rest}
-
-
 @pytest.fixture
-async def two(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a run with four checkpoints, of which the second was best, and a later one with another seed."""
-    old = await write_run(tmp_path, "10-00-00-old", (2, 4, 6, 8))
-    write_lines(
-        old / "eval.jsonl",
-        evaluated("ckpt-4", 0.75),
-        evaluated("ckpt-8", 0.5),
-        evaluated("ckpt-9", 1.0, 3, "concurrent"),
-    )
-    new = await write_run(tmp_path, "11-00-00-new", (1,), learning_steps__3="learning_steps = 3\nseed = 5")
-    return old, new
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    return shown_runs.one_player(tmp_path), shown_runs.questions(tmp_path)
 
 
-@pytest.fixture
-def held(two: tuple[Path, Path]) -> Iterator[Path]:
-    """Return the first of the two runs, locked as if it were running."""
-    lock = try_lock(two[0])
-    assert lock is not None
-    yield two[0]
-    os.close(lock)
+def states(outputs: Path) -> dict[Path, str]:
+    return {entry.directory: entry.state for entry in list_runs(outputs)}
 
 
 def command(*words: str | Path) -> tuple[int, str]:
@@ -95,57 +42,46 @@ def command(*words: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-async def test_runs_are_listed_newest_first_with_their_progress(two: tuple[Path, Path], tmp_path: Path) -> None:
-    new, old = list_runs(tmp_path)
-    assert (old.directory, new.directory) == two
-    assert (old.updates, old.state, new.result) == ("8/9", "ended", "no evaluation yet")
+def test_runs_of_the_night_in_which_clocks_change_are_in_the_order_of_their_start(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The run with the first name began later, at a local time that was an hour earlier."""
+    began = {two[0]: 1_792_888_800.0 + 1800, two[1]: 1_792_888_800.0}
+    for run, when in began.items():
+        write_lines(run / "metrics.jsonl", {"step": 0, "time": when})
+    assert [(entry.directory, entry.began) for entry in list_runs(tmp_path)] == [*began.items()]
     code, out = command("--outputs", tmp_path)
-    assert code == 0
-    first, second = out.index(str(two[1])), out.index(str(two[0]))
-    assert first < second
-    assert "ended               8/9  " in out
-    assert "random: 75.0 % → 50.0 % (34.6–65.4), and 1 more" in out  # the evaluation with a quota comes first
+    assert code == 0 and out.index(str(two[0])) < out.index(str(two[1]))
 
 
-async def test_runs_of_the_night_in_which_clocks_change_are_in_the_order_of_their_start(tmp_path: Path) -> None:
-    """The second run began later, at a local time that was an hour earlier."""
-    began = dict[Path, float]()
-    for number, name in enumerate(("02-40-00-first", "02-10-00-second")):
-        run = await write_run(tmp_path, name, ())
-        began[run] = 1_792_888_800.0 + 1800 * number
-        write_lines(run / "metrics.jsonl", {"step": 0, "time": began[run]})
-    assert {entry.directory: entry.began for entry in list_runs(tmp_path)} == began
-    assert [entry.directory.name[9:] for entry in list_runs(tmp_path)] == ["second", "first"]
-
-
-async def test_running_paused_killed_and_unreadable_runs_are_distinguished(held: Path, tmp_path: Path) -> None:
-    new, old = list_runs(tmp_path)
-    assert (old.state, new.state) == ("running", "ended")
+def test_running_paused_and_killed_runs_are_distinguished(two: tuple[Path, Path], tmp_path: Path) -> None:
+    held, other = two
+    lock = try_lock(held)
+    assert lock is not None
+    assert states(tmp_path) == {held: "running", other: "ended"}
     (held / "PAUSED").write_text("why")
-    (new.directory / "live.json").write_text(json.dumps({"pid": os.getpid(), "has_ended": False}))
-    new, old = list_runs(tmp_path)
-    assert (old.state, new.state) == ("paused", "killed")
-    (new.directory / "config.toml").write_text("not toml")
-    assert [entry.state for entry in list_runs(tmp_path)] == ["unreadable", "paused"]
+    (other / "live.json").write_text(json.dumps({"pid": os.getpid(), "has_ended": False}))
+    assert states(tmp_path) == {held: "paused", other: "killed"}
+    os.close(lock)
 
 
-def test_directory_without_runs_is_named(tmp_path: Path) -> None:
-    code, out = command("--outputs", tmp_path / "none")
-    assert code == 1 and "no run" in out and "Traceback" not in out
-
-
-async def test_unreadable_run_hides_no_other(two: tuple[Path, Path], tmp_path: Path) -> None:
-    (two[0] / "metrics.jsonl").unlink()
-    (two[0] / "metrics.jsonl").mkdir()  # refused as another user's file would be
-    assert sorted(entry.state for entry in list_runs(tmp_path)) == ["ended", "unreadable"]
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]"])
-async def test_run_with_a_damaged_config_is_named(two: tuple[Path, Path], content: bytes) -> None:
-    (two[1] / "config.toml").write_bytes(content)
-    ended = CliRunner().invoke(app, ["report", str(two[1])])
-    assert ended.exit_code == 1
-    assert str(two[1] / "config.toml") in ended.output
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("runs", "--outputs", "none"), "no run"),
+        (("report", "."), "run directory"),
+        (("top", "."), "run directory"),
+        (("top",), "no run"),
+    ],
+    ids=" ".join,
+)
+def test_directory_without_a_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 1 and isinstance(ended.exception, SystemExit), ended.exception
+    assert says in ended.output
 
 
 def test_runs_that_start_simultaneously_get_different_directories(
@@ -186,15 +122,16 @@ def test_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-async def test_text_in_a_run_directory_does_not_control_the_terminal(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_text_in_a_run_directory_does_not_control_the_terminal(two: tuple[Path, Path], tmp_path: Path) -> None:
     """Each command prints through one console; errors are printed separately."""
     run = two[1]
-    write_lines(run / "eval.jsonl", evaluated("ckpt-1", 0.5) | {"opponent": "x\x1b]0;OWNED\x1b[2J"})
-    write_lines(run / "alarms.jsonl", {"step": 1, "text": "\x1b]52;c;OWNED\x9b2J"})
+    line = json.loads((run / "eval.jsonl").read_text().splitlines()[0])
+    write_lines(run / "eval.jsonl", line | {"opponent": "x\x1b]0;OWNED\x1b[2J"})
+    write_lines(run / "alarms.jsonl", {"step": 1, "text": "[bold]\x1b]52;c;OWNED\x9b2J"})
     commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run]]
     commands.append(["check", run / "\x1b[2J"])
     shown = [CliRunner().invoke(app, [*map(str, words)]).output for words in commands]
-    assert r"x\x1b]0;OWNED\x1b[2J" in shown[0] and r"\x1b]52;c;OWNED\x9b2J" in shown[1]
+    assert r"x\x1b]0;OWNED\x1b[2J" in shown[0] and r"[bold]\x1b]52;c;OWNED\x9b2J" in shown[1]
     assert r"\x1b[2J" in shown[2]
     assert not set("".join(shown)) & set("\x1b\x9b")
 
@@ -209,33 +146,40 @@ BAD = {
     "deep config": ("config.toml", "x = " + "[" * 5000 + "]" * 5000),
     "config": ("config.toml", "train_envs = 5\n[run]\nlearning_steps = 3"),
     "alarm": ("alarms.jsonl", '{"step": [1], "text": ""}\n'),
+    "no text": ("eval.jsonl", b"\xff\xfe\n"),
+    "empty config": ("config.toml", ""),
+    "config of no text": ("config.toml", b"\xff\xfe"),
+    "config that is a list": ("config.toml", "[1]"),
+    "no file": ("metrics.jsonl", None),
+    "league": ("league.jsonl", '{"step": 1, "models": 5, "matches": 3}\n'),
 }
+"""File and content, None for a directory, which is refused as another user's file would be."""
 
 
 @pytest.mark.parametrize("damage", BAD)
-async def test_one_bad_line_hides_no_other_run(two: tuple[Path, Path], tmp_path: Path, damage: str) -> None:
-    name, content = BAD[damage]
-    (two[1] / name).write_text(content)
-    assert [(entry.directory, entry.state) for entry in list_runs(tmp_path)] == [
-        (two[1], "unreadable"),
-        (two[0], "ended"),
-    ]
-    code, out = command("--outputs", tmp_path)
-    assert code == 0 and str(two[0]) in out
-
-
-@pytest.mark.parametrize("damage", [*BAD, "live as list", "league"])
-async def test_one_bad_line_is_named_by_commands_on_its_run(
+def test_damaged_file_hides_no_other_run_and_is_named_by_commands_on_its_own(
     two: tuple[Path, Path], tmp_path: Path, damage: str
 ) -> None:
-    more = {"live as list": ("live.json", "[]"), "league": ("league.jsonl", '{"step": 1, "models": 5, "matches": 3}\n')}
-    name, content = {**BAD, **more}[damage]
-    (two[1] / name).write_text(content)
+    name, content = BAD[damage]
+    (two[1] / name).unlink()
+    if content is None:
+        (two[1] / name).mkdir()
+    else:
+        (two[1] / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert states(tmp_path) == {two[0]: "ended", two[1]: "unreadable"}
+    code, out = command("--outputs", tmp_path)
+    assert code == 0 and str(two[0]) in out
     for words in (["top", two[1]], ["report", two[1], "--output", tmp_path / "report.html"]):
         ended = CliRunner().invoke(app, [*map(str, words)])
-        if ended.exit_code:
-            assert isinstance(ended.exception, SystemExit), f"{words[0]} ended with {ended.exception!r}"
-            assert str(two[1]) in ended.output
+        assert isinstance(ended.exception, SystemExit), f"{words[0]} ended with {ended.exception!r}"
+        assert ended.exit_code == 1 and str(two[1]) in ended.output
+
+
+def test_live_view_that_is_a_list_counts_as_none(two: tuple[Path, Path], tmp_path: Path) -> None:
+    (two[1] / "live.json").write_text("[]")
+    assert states(tmp_path) == {two[0]: "ended", two[1]: "killed"}
+    for words in (["top", two[1]], ["report", two[1], "--output", tmp_path / "report.html"]):
+        assert CliRunner().invoke(app, [*map(str, words)]).exit_code == 0
 
 
 def test_endless_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +197,7 @@ def test_runs_of_equal_names_are_labelled_by_their_folders(tmp_path: Path) -> No
     places = ("a/day/run", "b/day/run", "b/eve/run", "b/eve/other")
     for place in places:
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        shown_runs.quickstart(tmp_path / "made").rename(tmp_path / place)
+        shown_runs.failed(tmp_path / "made").rename(tmp_path / place)
     groups = read_groups([tmp_path / place for place in places])
     assert sorted(run.label for group in groups for run in group.runs) == ["a/day/run", "b/day/run", "eve/run", "other"]
 

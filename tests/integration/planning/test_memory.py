@@ -89,14 +89,8 @@ def test_computed_memory_of_an_update_matches_the_allocated(
     computed = memory.learner_memory(found, config.learner, config.lora, is_on_gpu=False)
     activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
     assert activations == pytest.approx(peak_bytes(update), rel=0.2)
-
-
-def test_computed_parameter_counts_match_the_model(tmp_path: Path) -> None:
-    policy = make_policy(tmp_path, WIDE, 3, 400, dtype="float32")
-    shape = memory.shape_of(str(tmp_path))
-    lora = config_of(tmp_path).lora
-    assert shape.lora_parameters(lora) == sum(parameter.numel() for parameter in policy.parameters.values())
-    assert shape.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
+    assert found.lora_parameters(config.lora) == sum(parameter.numel() for parameter in policy.parameters.values())
+    assert found.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +103,10 @@ def test_computed_parameter_counts_match_the_model(tmp_path: Path) -> None:
         ({"num_attention_heads": None}, None),
         ({"num_hidden_layers": "3"}, None),
         ({"num_local_experts": 8}, None),
+        ({"attn_logit_softcapping": 50.0}, None),
     ],
 )
-def test_optional_sizes_have_defaults_and_required_ones_are_needed(
+def test_shape_is_computed_if_the_required_sizes_are_known_and_the_layers_usual(
     tmp_path: Path, changes: dict[str, Any], keys: int | None
 ) -> None:
     config = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -217,14 +212,6 @@ def trained_and_served(rows: dict[str, str]) -> str:
     thousands = int(tokens[1].replace(",", "")) // 1000 if tokens else 0
     served = re.search(r"(\d+) sequences", rows["engine: keys and values"])
     return f"{f'{thousands}k' if thousands else '–'} / {(int(served[1]) if served else 0) or '–'}"
-
-
-def test_soft_capped_attention_has_no_computed_shape(tmp_path: Path) -> None:
-    make_policy(tmp_path, DEEP, 2, 400)
-    assert memory.shape_of(str(tmp_path)) is not None
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 50.0}))
-    assert memory.shape_of(str(tmp_path)) is None
 
 
 def test_costs_of_ranks_in_the_docs_are_the_computed_ones() -> None:

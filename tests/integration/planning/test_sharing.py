@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return partial(gpus_on_this_machine.install, monkeypatch, tmp_path)
 
 
+@pytest.fixture
+def limit_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], object]:
+    """Return a function that limits the memory of this process's cgroup to some GiB; at first it has no limit."""
+    file = tmp_path / "memory.max"
+    file.write_text("max\n")
+    monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(file),))
+    return lambda gib: file.write_text(f"{gib * GIB}\n")
+
+
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+
+
 def plan(when_shared: str = "split", model: str = "Qwen/Qwen3-1.7B", **sections: Any) -> Plan:
     raw = {
         "model_name": model,
@@ -46,6 +62,7 @@ def rows(made: Plan) -> dict[str, str]:
 
 TWO, FOUR = {"devices": (0, 1)}, {"devices": (0, 1, 2, 3)}
 ON_0 = {"devices": (0,)}
+PAIR = {"engine": {"kind": "vllm", "tensor_parallel": 2}}
 
 
 @pytest.mark.parametrize(
@@ -103,10 +120,10 @@ def test_check_shows_shares_and_which_engines_sleep(gpus: Any) -> None:
         assert made["engine memory"] == f"{share} of GPU 0, {share} of GPU 1, 90% of GPU 2, 90% of GPU 3"
 
 
-def test_engine_across_a_shared_and_another_gpu_sleeps_whole(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_engine_across_a_shared_and_another_gpu_sleeps_whole(gpus: Any) -> None:
     gpus(4)
-    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
-    made = plan("sleep", engine={"kind": "vllm", "tensor_parallel": 2} | FOUR, learner=ON_0)
+    made = plan("sleep", engine=PAIR["engine"] | FOUR, learner=ON_0)
     assert "sleep: on GPU 0 and GPU 1 engines sleep" in rows(made)["shared devices"]
     assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.7, 0.9]
 
@@ -119,53 +136,56 @@ async def test_each_engine_worker_receives_its_own_share(gpus: Any, tmp_path: Pa
         assert [process.spec.config.engine.gpu_share for process in workers.processes] == [0.7, 0.9]
 
 
-def test_engine_apart_from_the_learner_may_need_more_than_a_shared_one(gpus: Any) -> None:
-    gpus(2, 40)
-    apart = {"engine": {"devices": (1,)}, "learner": {"devices": (0,)}}
-    both = {"engine": {"devices": (0, 1)}, "learner": {"devices": (0,)}}
-    plan("split", "Qwen/Qwen3-8B", **apart)
-    plan("split", "Qwen/Qwen3-8B", **both)
-    gpus(2, 30)
-    plan("split", "Qwen/Qwen3-8B", **apart)
-    with pytest.raises(ConfigError) as raised:
-        plan("split", "Qwen/Qwen3-8B", **both)
-    assert "GPU 0" in str(raised.value) and "GPU 1" not in str(raised.value)
-
-
 APART = {"learner": {"devices": ("cpu",)}, "engine": {"devices": (0,)}}
 TOO_MUCH = {"engine": {"gpu_memory_utilization": 0.6}, "learner": {"gpu_memory_utilization": 0.5}}
 ONE_HUNDREDTH_TOO_MUCH = {"engine": {"gpu_memory_utilization": 0.8}, "learner": {"gpu_memory_utilization": 0.21}}
 MOST = {"engine": {"gpu_memory_utilization": 0.9}}
 TWO_AND_TOO_MUCH = {"engine": {"devices": (0, 0), "gpu_memory_utilization": 0.6}}
 SERVER = {"engine": {"kind": "vllm-server", "urls": ("http://a:1",), "adapter_folder": Path("/tmp")}}
+ON_BOTH = {"engine": {"devices": (0, 1)}, "learner": ON_0}
+ON_1 = {"engine": {"devices": (1,)}, "learner": ON_0}
+TWICE_ON_1 = {"engine": {"devices": (1, 1)}, "learner": ON_0}
+TWICE_ON_1_TOO_MUCH = {"engine": {"devices": (1, 1), "gpu_memory_utilization": 0.6}, "learner": ON_0}
+ON_CPU = {"engine": {"devices": ("cpu",)}, "learner": {"devices": ("cpu",)}}
+VLLM_ON_CPU = {"engine": {"devices": ("cpu",), "kind": "vllm"}, "learner": {"devices": ("cpu",)}}
 
 
 @pytest.mark.parametrize(
-    ("when_shared", "model", "sections", "says"),
+    ("count", "gib", "when_shared", "model", "sections", "says"),
     [
-        ("sleep", "Qwen/Qwen3-1.7B", APART, r"\(0\).*\(cpu\)"),
-        ("sleep", "Qwen/Qwen3-1.7B", SERVER, r"\(http://a:1\)"),
-        ("split", "Qwen/Qwen3-1.7B", TOO_MUCH, "GPU 0"),
-        ("split", "Qwen/Qwen3-1.7B", {"engine": {"gpu_memory_utilization": 0.96}}, "learner"),
-        ("split", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 "),
-        ("sleep", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 "),
-        ("split", "Qwen/Qwen3-8B", {}, r"engine.*GPU 0.* 12\.0 GiB.* 1\d\.\d"),
-        ("split", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 10\.8 GiB"),
-        ("sleep", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 6\.0 GiB"),
-        ("split", "Qwen/Qwen3-1.7B", ONE_HUNDREDTH_TOO_MUCH, "exceed the memory of GPU 0"),
-        ("sleep", "Qwen/Qwen3-4B", MOST, r"learner's share .*; lower engine.gpu_memory_utilization, or"),
+        (1, 24, "sleep", "Qwen/Qwen3-1.7B", APART, r"\(0\).*\(cpu\)"),
+        (1, 24, "sleep", "Qwen/Qwen3-1.7B", SERVER, r"\(http://a:1\)"),
+        (1, 24, "split", "Qwen/Qwen3-1.7B", TOO_MUCH, "GPU 0"),
+        (1, 24, "split", "Qwen/Qwen3-1.7B", {"engine": {"gpu_memory_utilization": 0.96}}, "learner"),
+        (1, 24, "split", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 "),
+        (1, 24, "sleep", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 "),
+        (1, 24, "split", "Qwen/Qwen3-8B", {}, r"engine.*GPU 0.* 12\.0 GiB.* 1\d\.\d"),
+        (1, 24, "split", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 10\.8 GiB"),
+        (1, 24, "sleep", "Qwen/Qwen3-8B", {}, r"learner.*GPU 0.* 6\.0 GiB"),
+        (1, 24, "split", "Qwen/Qwen3-1.7B", ONE_HUNDREDTH_TOO_MUCH, "exceed the memory of GPU 0"),
+        (1, 24, "sleep", "Qwen/Qwen3-4B", MOST, r"learner's share .*; lower engine.gpu_memory_utilization, or"),
+        (1, 80, "split", "Qwen/Qwen3-8B", {}, None),
+        (1, 80, "sleep", "Qwen/Qwen3-8B", {}, None),
+        (2, 40, "split", "Qwen/Qwen3-8B", ON_1, None),
+        (2, 40, "split", "Qwen/Qwen3-8B", ON_BOTH, None),
+        (2, 30, "split", "Qwen/Qwen3-8B", ON_1, None),  # it may need more than an engine that shares its GPU
+        (2, 30, "split", "Qwen/Qwen3-8B", ON_BOTH, r"(?s)^(?!.*GPU 1).*GPU 0"),
+        (2, 24, "split", "Qwen/Qwen3-8B", TWICE_ON_1, r"engine's share of GPU 1 is 21\.6 GiB.*needs at least"),
+        (2, 24, "split", "Qwen/Qwen3-1.7B", TWICE_ON_1, None),
+        (2, 24, "split", "Qwen/Qwen3-1.7B", TWICE_ON_1_TOO_MUCH, r"1\.2 for all engines there"),
+        (2, 16, "split", "Qwen/Qwen3-8B", {"engine": {"devices": (1,)}}, r"learner's share of GPU 0 is 15\.2 GiB"),
+        (2, 80, "split", "Qwen/Qwen3-1.7B", PAIR | {"learner": ON_0}, "needs 2 GPUs for each engine"),
+        (1, 24, "sleep", "builtin:tiny", VLLM_ON_CPU, r"vLLM.*engine\.kind"),
+        (1, 24, "split", "builtin:tiny", VLLM_ON_CPU, None),
     ],
 )
-def test_impossible_sharing_is_refused(gpus: Any, when_shared: str, model: str, sections: Any, says: str) -> None:
-    gpus(1, 24)
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.usefixtures("with_vllm")
+def test_sharing_that_does_not_fit_is_refused(
+    gpus: Any, count: int, gib: int, when_shared: str, model: str, sections: Any, says: str | None
+) -> None:
+    gpus(count, gib)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
         plan(when_shared, model, **sections)
-
-
-def test_same_model_fits_a_larger_gpu(gpus: Any) -> None:
-    gpus(1, 80)
-    for when_shared in ("split", "sleep"):
-        plan(when_shared, "Qwen/Qwen3-8B")
 
 
 def test_only_shares_are_checked_if_nvidia_smi_reports_no_memory(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,25 +194,13 @@ def test_only_shares_are_checked_if_nvidia_smi_reports_no_memory(gpus: Any, monk
     assert rows(plan("split", "Qwen/Qwen3-8B"))["memory of GPU 0"].startswith("engine 50%, learner 45%; ")
 
 
-def test_memory_of_the_machine_is_the_limit_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on_cpu = {"engine": {"devices": ("cpu",)}, "learner": {"devices": ("cpu",)}}
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(limit),))
-    limit.write_text("max\n")
-    assert rows(plan(model="builtin:tiny", **on_cpu))["shared devices"].startswith("split: ")
-    limit.write_text(f"{4 * GIB}\n")
+def test_memory_of_the_machine_is_the_limit_on_a_cpu(limit_memory: Any) -> None:
+    assert rows(plan(model="builtin:tiny", **ON_CPU))["shared devices"].startswith("split: ")
+    limit_memory(4)
     assert placement.memory_bytes("cpu") == 4 * GIB
-    plan(model="builtin:tiny", **on_cpu)
+    plan(model="builtin:tiny", **ON_CPU)
     with pytest.raises(ConfigError, match=r" 4\.0 GiB of memory"):
-        plan(model="Qwen/Qwen3-1.7B", **on_cpu)
-
-
-def test_vllm_does_not_sleep_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a CPU build"))
-    on_cpu = {"engine": {"devices": ("cpu",), "kind": "vllm"}, "learner": {"devices": ("cpu",)}}
-    with pytest.raises(ConfigError, match=r"vLLM.*engine\.kind"):
-        plan("sleep", "builtin:tiny", **on_cpu)
-    plan("split", "builtin:tiny", **on_cpu)
+        plan(model="Qwen/Qwen3-1.7B", **ON_CPU)
 
 
 def test_gpu_memory_is_queried_by_the_physical_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,30 +213,29 @@ def test_gpu_memory_is_queried_by_the_physical_gpu(gpus: Any, monkeypatch: pytes
     assert (engines_devices.gpu_memory_bytes(0), engines_devices.gpu_memory_bytes(1)) == (None, GIB)
 
 
+def evaluation_plan(directory: Path, model: str, when_shared: str = "split") -> Plan:
+    config = directory / "trained.toml"
+    config.write_text(
+        f'model_name = "{model}"\n[engine]\nkind = "transformers"\nwhen_shared = "{when_shared}"\n'
+        '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
+    )
+    return plan_evaluation(["base"], output=directory / "eval", config=config, opponents=["scripted:random"]).plan
+
+
 @pytest.mark.parametrize("when_shared", ["split", "sleep"])
 def test_evaluation_has_the_gpu_to_itself(gpus: Any, tmp_path: Path, when_shared: str) -> None:
     gpus(1)
-    config = tmp_path / "trained.toml"
-    config.write_text(
-        f'model_name = "Qwen/Qwen3-8B"\n[engine]\nkind = "transformers"\nwhen_shared = "{when_shared}"\n'
-        '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
-    )
-    made = plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
+    made = evaluation_plan(tmp_path, "Qwen/Qwen3-8B", when_shared)
     assert made.engine_devices == (0,) and made.shared_devices == []
     assert made.divided.engine.gpu_memory_utilization is None
 
 
-def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{4 * GIB}\n")
-    monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(limit),))
+def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(
+    limit_memory: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit_memory(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = tmp_path / "trained.toml"
-    config.write_text(
-        'model_name = "Qwen/Qwen3-1.7B"\n[engine]\nkind = "transformers"\n[[train_envs]]\n'
-        'env_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
-    )
-    assert plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
+    assert evaluation_plan(tmp_path, "Qwen/Qwen3-1.7B")
 
 
 async def test_engines_of_one_gpu_start_one_after_the_other(
@@ -257,22 +264,9 @@ def test_gpu_worker_gets_few_threads_and_numbers_gpus_by_bus(gpus: Any, monkeypa
     assert environment((0,), 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
-def test_engines_and_learners_apart_must_fit_their_gpus(gpus: Any) -> None:
-    gpus(2, 24)
-    apart = {"learner": {"devices": (0,)}}
-    with pytest.raises(ConfigError, match=r"engine's share of GPU 1 is 21\.6 GiB.*needs at least"):
-        plan(model="Qwen/Qwen3-8B", engine={"devices": (1, 1)}, **apart)
-    with pytest.raises(ConfigError, match=r"1\.2 for all engines there"):
-        plan(engine={"devices": (1, 1), "gpu_memory_utilization": 0.6}, **apart)
-    plan(engine={"devices": (1, 1)}, **apart)
-    gpus(2, 16)
-    with pytest.raises(ConfigError, match=r"learner's share of GPU 0 is 15\.2 GiB"):
-        plan(model="Qwen/Qwen3-8B", engine={"devices": (1,)})
-
-
-def test_engine_on_several_gpus_divides_the_model(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_engine_on_several_gpus_divides_the_model(gpus: Any) -> None:
     gpus(5, 24)
-    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
     parallel = {"kind": "vllm", "devices": (1, 2, 3, 4), "tensor_parallel": 2, "max_generation_len": 1024}
     made = plan(model="Qwen/Qwen3-14B", engine=parallel, learner={"devices": ("cpu",)})
     assert made.devices_by_engine == [(1, 2), (3, 4)]
@@ -336,16 +330,11 @@ def test_resumed_run_keeps_its_checkpointing_which_is_on_if_the_memory_is_not_kn
         monkeypatch.setattr(placement, "gpu_memory_bytes", lambda device: None)
 
 
-def test_learner_on_the_cpu_goes_without_checkpointing_in_a_quarter_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(limit),))
+def test_learner_on_the_cpu_goes_without_checkpointing_in_a_quarter_of_the_memory(limit_memory: Any) -> None:
     made = {}
     for gib, num_ranks in ((6, 1), (3, 1), (6, 2), (1, 1)):
-        limit.write_text(f"{gib * GIB}\n")
-        on_cpu = {"engine": {"devices": ("cpu",)}, "learner": {"devices": ("cpu",) * num_ranks}}
-        learner = plan(model="builtin:tiny", **on_cpu).config.learner
+        limit_memory(gib)
+        learner = plan(model="builtin:tiny", **ON_CPU | {"learner": {"devices": ("cpu",) * num_ranks}}).config.learner
         made[gib, num_ranks] = learner.activation_checkpointing, learner.max_tokens_per_micro_batch
     assert made == {(6, 1): (False, 16_384), (3, 1): (False, 8192), (6, 2): (False, 8192), (1, 1): (True, 16_384)}
 
@@ -362,21 +351,18 @@ def test_fused_kernels_need_a_gpu_and_their_package(gpus: Any, monkeypatch: pyte
         plan(model="builtin:tiny", learner={"kernels": "liger", "devices": ("cpu",)})
 
 
-def test_gpus_left_over_by_tensor_parallel_stay_idle(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+@pytest.mark.usefixtures("with_vllm")
+def test_gpus_left_over_by_tensor_parallel_stay_idle(gpus: Any) -> None:
     for count, of_run, alone in ((4, [(1, 2)], [(0, 1), (2, 3)]), (3, [(1, 2)], [(0, 1)])):
         gpus(count, 80)
-        made = plan(engine={"kind": "vllm", "tensor_parallel": 2})
+        made = plan(**PAIR)
         assert (made.devices_by_engine, made.learner_devices) == (of_run, (0,))
         assert make_engine_plan(made.config).devices_by_engine == alone
-    gpus(2, 80)
-    with pytest.raises(ConfigError, match="needs 2 GPUs for each engine"):
-        plan(engine={"kind": "vllm", "tensor_parallel": 2}, learner={"devices": (0,)})
 
 
+@pytest.mark.usefixtures("with_vllm")
 def test_engine_whose_memory_is_not_known_is_not_refused_for_it(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1, 24)
-    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
     monkeypatch.setattr(vllm_checks, "argument_names", lambda: ("cpu_offload_gb",))
     for engine in ({"kind": "vllm", "options": {"cpu_offload_gb": 16}}, {"kind": "fakes.sleeping_engines:KeepsADiary"}):
         plan(model="Qwen/Qwen3-14B", engine=engine, learner={"devices": ("cpu",)})

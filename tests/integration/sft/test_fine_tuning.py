@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from examples.make_tiny_model import END
+from fakes.remote_engine import finish, request
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
@@ -26,7 +27,6 @@ from unstable_lite.models import resolve_model
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import Pair
 from unstable_lite.sft.session import collect_pairs
-from unstable_lite.transport.messages import Generate
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, ModelRef
 
@@ -60,33 +60,21 @@ def start_engine(config: Config) -> Engine:
 
 
 def generate(engine: Engine, prompts: list[str], version: int = 0, temperature: float = 1.0) -> list[Generation]:
+    asked = {"max_tokens": 16, "temperature": temperature, "stop": TEMPLATES["tiny"].stop}
     for number, prompt in enumerate(prompts):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt=prompt,
-                adapter_version=version,
-                max_tokens=16,
-                temperature=temperature,
-                top_p=1.0,
-                stop=TEMPLATES["tiny"].stop,
-                seed=number,
-            )
-        )
-    finished = {}
-    while engine.has_unfinished():
-        finished.update({done.request_id: done.generation for done in engine.step()})
-    return [finished[number] for number in range(len(prompts))]
+        engine.add_request(request(number, version, prompt=prompt, **asked))
+    return finish(engine)
 
 
 def test_prompts_and_answers_have_the_ids_of_the_engine(make_config: MakeConfig, pairs: list[Pair]) -> None:
     config = make_config()
     sampled = generate(start_engine(config), [prompt_of(pair) for pair in pairs])
-    whole = [(pair, done) for pair, done in zip(pairs, sampled, strict=True) if done.finish_reason == "stop"]
+    whole = [
+        (pair, done) for pair, done in zip(pairs, sampled, strict=True) if done.finish_reason == "stop" and done.text
+    ]
     assert len(whole) > 40
-    answered = [replace(pair, completion=done.text) for pair, done in whole if done.text]
-    items, _ = FineTuner(config, "cpu").tokenise(answered)
-    for item, (_, done) in zip(items, ((p, d) for p, d in whole if d.text), strict=True):
+    items, _ = FineTuner(config, "cpu").tokenise([replace(pair, completion=done.text) for pair, done in whole])
+    for item, (_, done) in zip(items, whole, strict=True):
         assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
         assert item.completion_ids.tolist() == done.completion_ids.tolist()
         assert item.completion_ids[-1] == STOP_ID

@@ -7,30 +7,24 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from fakes import runs
 from fakes.openai_server import chat_reply, serving
 from fakes.random_models import make_model
 from unstable_lite.cli.app import app
-from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError
-from unstable_lite.planning.validation import find_problems
 from unstable_lite.sft.pairs import read_pairs
 from unstable_lite.sft.session import load_sft_plan, run_sft
 
 pytestmark = pytest.mark.timeout(300)
 
-MakeConfig = Callable[..., Config]
 SFT = """
 [sft]
 players = ["scripted:random"]
@@ -39,6 +33,9 @@ epochs = 2
 learning_rate = 1e-3
 output = "OUTPUT"
 """
+
+INVALID = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]', 'sft.filter=["valid"]')
+"""Overrides with which every turn is left out."""
 
 
 def write(directory: Path, sft: str = SFT) -> Path:
@@ -111,8 +108,7 @@ def test_base_and_adapter_play_and_collect_only_trains_nothing(warm: tuple[Path,
 
 def test_filter_that_leaves_nothing_is_refused_with_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 20)
-    answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]')
-    ended = CliRunner().invoke(app, ["sft", str(write(tmp_path)), *answers, 'sft.filter=["valid"]'])
+    ended = CliRunner().invoke(app, ["sft", str(write(tmp_path)), *INVALID])
     assert ended.exit_code == 1
     assert re.search(r"\b20 games\b.*\b0\b.*\b20 turns\b", ended.output)
 
@@ -136,8 +132,7 @@ def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tupl
 
 
 def test_dead_engine_ends_the_collection_and_is_named(tmp_path: Path) -> None:
-    answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]', 'sft.filter=["valid"]')
-    process = runs.start("sft", write(tmp_path), *answers)
+    process = runs.start("sft", write(tmp_path), *INVALID)
     log = tmp_path / "warm" / "logs" / "engine-0.log"
     assert process.stdout is not None
     while "engine-0 is up" not in (line := process.stdout.readline()):
@@ -163,18 +158,13 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent_and_training_has_n
         record = run_sft(plan, TerminalInterface(console), collect_only=True)
     pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl", {env.env_id for env in plan.config.train_envs})
     assert 0 < record["num_pairs"] == len(pairs) <= 20 == len(server.bodies)
-    assert {(pair.player, pair.completion) for pair in pairs} == {
-        ("vendor/model", "One from the first. \\boxed{[0 1]}")
-    }
+    assert {pair.player for pair in pairs} == {"vendor/model"}
+    assert {pair.completion for pair in pairs} == {"One from the first. \\boxed{[0 1]}"}
     assert record["games"] < 30, "no game is played without need"
     assert isinstance(console.file, io.StringIO)
     assert f"{len(pairs)} of 60" in console.file.getvalue()
-    on_these = (
-        f"sft.data={tmp_path / 'warm' / 'pairs.jsonl'}",
-        "sft.players=[]",
-        "sft.epochs=1",
-        "engine.max_generation_len=64",
-    )
+    data = f"sft.data={tmp_path / 'warm' / 'pairs.jsonl'}"
+    on_these = (data, "sft.players=[]", "sft.epochs=1", "engine.max_generation_len=64")
     with mock.patch.dict(os.environ):
         run_sft(load_sft_plan(write(tmp_path), on_these), TerminalInterface(console))
         assert "OPENAI_API_KEY" not in os.environ, "a model's code is not given it"
@@ -214,12 +204,3 @@ def test_file_may_already_name_its_own_output_as_the_start(tmp_path: Path) -> No
     plan = load_sft_plan(write(tmp_path), (f"lora.initial_lora_path={tmp_path / 'warm'}",))
     assert plan.config.lora.initial_lora_path is None
     assert "/elsewhere" in problems_of(write(tmp_path), "lora.initial_lora_path=/elsewhere")
-
-
-def test_invalid_adapter_gives_one_clear_problem(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
-    (problem,) = find_problems(make_config(lora={"initial_lora_path": tmp_path}))
-    assert "adapter_model.safetensors" in problem
-    save_file({"base_model.model.q_proj.lora_A.weight": np.ones((2, 2))}, tmp_path / "adapter_model.safetensors")
-    (problem,) = find_problems(make_config(lora={"initial_lora_path": tmp_path}))
-    assert "peft_type is 'PROMPT_TUNING'" in problem

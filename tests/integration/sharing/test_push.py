@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from fakes import runs
 from fakes.handmade_adapters import fitting, write_adapter
 from fakes.hub import TOKEN, running_hub
+from fakes.shown_runs import of_points
+from unstable_lite.adapters.frozen import read_facts
 from unstable_lite.cli.app import app
 from unstable_lite.config.reading import parse_config
 from unstable_lite.models import BUILTIN
@@ -25,22 +27,8 @@ from unstable_lite.tracking.evaluations import Evaluation
 pytestmark = pytest.mark.timeout(2000)
 
 
-def evaluation(model: str, wins: int) -> Evaluation:
-    return Evaluation(
-        label="after",
-        model=model,
-        step=2,
-        env_id="Nim-v0-train",
-        opponent="scripted:random",
-        n=100,
-        wins=wins,
-        draws=0,
-        losses=100 - wins,
-        invalid=1,
-        void=0,
-        mean_reward=0.0,
-        reward_std=1.0,
-    )
+def evaluation(step: int, points: float) -> Evaluation:
+    return of_points(step, "Nim-v0-train", "scripted:random", points, games=100)
 
 
 @pytest.fixture
@@ -57,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     text = text.replace('"scripted:random"]', f'"scripted:random", "run:{tmp_path}/secret-place/other/ckpt-4"]')
     text += f'[opponents]\nbase_url = "http://{"secret-host"}/v1"\n[tracker]\nwandb_project = "secret-project"\n'
     (directory / "config.toml").write_text(text)
-    lines = [evaluation("base", 48), evaluation("ckpt-1", 60), evaluation("ckpt-2", 87)]
+    lines = [evaluation(0, 0.48), evaluation(1, 0.6), evaluation(2, 0.87)]
     (directory / "eval.jsonl").write_text("".join(json.dumps(line.to_json()) + "\n" for line in lines))
     versions = {"commit": None, "packages": {"torch": "2.13.0", "vllm": None}, "machine": {"platform": "secret-box"}}
     (directory / "versions.json").write_text(json.dumps(versions))
@@ -79,8 +67,7 @@ def published(run: Path, folder: Path, *arguments: str) -> str:
 def test_card_says_that_a_checkpoint_was_not_evaluated(run: Path, tmp_path: Path) -> None:
     path = run / "eval.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    published(run, tmp_path / "folder")
-    assert "\n\nThe run did not evaluate `ckpt-2`.\n\n" in (tmp_path / "folder" / "README.md").read_text()
+    assert "\n\nThe run did not evaluate `ckpt-2`.\n\n" in published(run, tmp_path / "folder")
 
 
 def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_path: Path) -> None:
@@ -95,7 +82,7 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
     facts = yaml.safe_load(front)
     assert facts["library_name"] == "peft" and "license" not in facts and "unstable-lite" in facts["tags"]
     assert "base_model" not in facts  # a packaged base is on no hub
-    assert "ckpt-2: points 87.0 % (95 %: 78.9–92.3) in 100 games of Nim-v0-train" in text
+    assert "ckpt-2: points 87.0 % (95 %: 78.6–92.4) in 100 games of Nim-v0-train" in text
     assert "base: points 48.0 %" in text and "ckpt-1" not in text
     assert "torch 2.13.0" in text and "vllm serve" not in text
     assert "<|im_start|>user\n{observation}<|im_end|>" in text
@@ -107,14 +94,8 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
         content = file.read_bytes()
         for private in ("secret", str(tmp_path), str(Path(BUILTIN["builtin:tiny"]).parent)):
             assert private.encode() not in content, f"{file.name} publishes {private}"
-    ids = {adapter.key for adapter in _found(str(folder), str(run / "checkpoints" / "ckpt-2"))}
-    assert len(ids) == 1, "the published adapter is the run's"
-
-
-def _found(*directories: str) -> list[object]:
-    from unstable_lite.adapters.frozen import read_facts
-
-    return [read_facts(Path(directory)) for directory in directories]  # type: ignore[misc]
+    places = (folder, run / "checkpoints" / "ckpt-2")
+    assert len({read_facts(place).key for place in places}) == 1, "the published adapter is the run's"
 
 
 def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -> None:
@@ -123,7 +104,7 @@ def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -
     import transformers
 
     folder = tmp_path / "folder"
-    published(run, folder, "--merge", "--checkpoint", "1")
+    card = published(run, folder, "--merge", "--checkpoint", "1")
     base = str(BUILTIN["builtin:tiny"])
     auto = transformers.AutoModelForCausalLM
     adapted = peft.PeftModel.from_pretrained(
@@ -142,7 +123,7 @@ def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -
     assert own.chat_template
     for file in folder.iterdir():
         assert b"secret" not in file.read_bytes() and base.encode() not in file.read_bytes(), file.name
-    assert "library_name: transformers" in (folder / "README.md").read_text()
+    assert "library_name: transformers" in card
 
 
 @pytest.mark.parametrize(
@@ -151,6 +132,9 @@ def test_merged_model_answers_like_base_and_adapter(run: Path, tmp_path: Path) -
         (("me/nim/deep",), "USER/NAME"),
         (("me/--nim",), "USER/NAME"),
         (("me/nim", "--checkpoint", "9"), "has no ckpt-9"),
+        (("me/nim", "--checkpoint", "typo"), "--checkpoint typo: give the number of an update"),
+        (("me/nim", "--checkpoint", "../other/best"), "--checkpoint ../other/best: give the number of an update"),
+        (("me/nim", "--checkpoint", "ckpt-1/../ckpt-2"), "--checkpoint ckpt-1/../ckpt-2: give the number of an"),
         (("me/nim",), "hf auth login"),
         (("me/nim", "--dry-run", "."), "exists"),
     ],
@@ -165,7 +149,7 @@ def test_impossible_push_is_one_message_before_any_work(
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     before = sorted(tmp_path.iterdir())
     code, output = push(run, *arguments)
-    assert code == 1 and problem in output and "Traceback" not in output, output
+    assert code == 1 and problem in " ".join(output.split()) and "Traceback" not in output, output
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -179,21 +163,11 @@ def test_base_that_others_lack_is_refused_and_may_be_named(run: Path, tmp_path: 
     card = published(run, tmp_path / "folder", "--base-model", "org/base", "--license", "mit")
     assert "base_model: org/base" in card and "vllm serve org/base --enable-lora" in card and "my-base" not in card
     assert "license: mit" in card
-    published(run, tmp_path / "merged", "--merge")
-    assert "base_model:" not in (tmp_path / "merged" / "README.md").read_text()
+    assert "base_model:" not in published(run, tmp_path / "merged", "--merge")
     assert all(str(tmp_path).encode() not in file.read_bytes() for file in (tmp_path / "merged").iterdir())
     local.unlink()
     code, output = push(run, "me/nim", "--merge", "--dry-run", tmp_path / "again")
     assert code == 1 and "my-base" in output and not (tmp_path / "again").exists()
-
-
-def test_key_of_the_environment_is_never_published(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINE_API_KEY", "sk-1234567890")
-    with (run / "config.toml").open("a") as file:
-        file.write('[templates.mine]\nuser = "{observation} sk-1234567890"\n')
-    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
-    assert code == 1 and "a key of your environment" in output and "sk-1234567890" not in output
-    assert not (tmp_path / "folder").exists()
 
 
 OPEN_TABLES = """
@@ -217,7 +191,7 @@ def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) ->
     )
     text = text.replace("[[train_envs]]\n", '[[train_envs]]\nenv_kwargs = { note = "my private text" }\n')
     config.write_text(text + OPEN_TABLES)
-    published(run, tmp_path / "folder")
+    card = published(run, tmp_path / "folder")
     for file in (tmp_path / "folder").iterdir():
         assert b"my private text" not in file.read_bytes(), file.name
     config_text = (tmp_path / "folder" / "config.toml").read_text()
@@ -228,11 +202,18 @@ def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) ->
     for name in ("rewards.final_reward_transformation.note", "mine:Sampler", "train_envs.env_kwargs"):
         assert f"{name}, " in line
     assert 'name = "mine:Reward"' in config_text and "win_reward = 2" in config_text and 'mine:Sampler"]' in config_text
-    assert (
-        "opponent_sampling_strategy" in config_text and "# Left out" in (tmp_path / "folder" / "README.md").read_text()
-    )
+    assert "opponent_sampling_strategy" in config_text and "# Left out" in card
     published(run, tmp_path / "whole", "--with-options")
     assert (tmp_path / "whole" / "config.toml").read_text().count("my private text") == 7
+
+
+SECRETS = {
+    "MY_PASSPHRASE": "correct horse",
+    "DB_PASS": "short1",
+    "QUOTED_SECRET": 'with "quotes" and \\',
+    "a_token_2": "hidden-token",
+    "MINE_API_KEY": "sk-1234567890",
+}
 
 
 @pytest.mark.parametrize(
@@ -252,20 +233,19 @@ def test_open_tables_are_left_out_unless_asked_for(run: Path, tmp_path: Path) ->
         ('[engine.options]\nx = "short1"', "DB_PASS"),
         ("[engine.options]\nx = 'with \"quotes\" and \\'", "QUOTED_SECRET"),
         ('[templates.mine]\nuser = "{observation} hidden-token"', "a_token_2"),
+        ('[templates.mine]\nuser = "{observation} sk-1234567890"', "a key of your environment"),
     ],
 )
 def test_credentials_are_never_published(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.setenv("MY_PASSPHRASE", "correct horse")
-    monkeypatch.setenv("DB_PASS", "short1")
-    monkeypatch.setenv("QUOTED_SECRET", 'with "quotes" and \\')
-    monkeypatch.setenv("a_token_2", "hidden-token")
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
     with (run / "config.toml").open("a") as file:
         file.write(f"{text}\n")
     code, output = push(run, "me/nim", "--with-options", "--dry-run", tmp_path / "folder")
     assert code == 1 and says in output and "Traceback" not in output, output
-    assert not any(secret in output for secret in ("hunter2", "short1", "horse", "word@", "hidden-token"))
+    assert not any(secret in output for secret in ("hunter2", "word@", *SECRETS.values()))
     assert not (tmp_path / "folder").exists()
 
 
@@ -284,7 +264,7 @@ EVIL = "evil | <script>x</script> ![i](http://e) `code` [l](u) *b* _e_ ~~s~~ [re
 
 
 def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> None:
-    lines = [evaluation("base", 48), replace(evaluation("ckpt-2", 87), opponent=f"{EVIL}\n# Heading", env_id=EVIL)]
+    lines = [evaluation(0, 0.48), replace(evaluation(2, 0.87), opponent=f"{EVIL}\n# Heading", env_id=EVIL)]
     (run / "eval.jsonl").write_text("".join(json.dumps(line.to_json()) + "\n" for line in lines))
     packages = {"packages": {"torch": "<img src=x>", "vllm": "`2`"}}
     (run / "versions.json").write_text(json.dumps(packages))
@@ -293,8 +273,7 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
         config.read_text().replace('"tiny"', '"mine|<b>`"')
         + '[templates."mine|<b>`"]\nuser = """\n{observation}\n```\n<script>\n````\n# out"""\n'
     )
-    published(run, tmp_path / "folder")
-    text = (tmp_path / "folder" / "README.md").read_text().split("---\n", 2)[2]
+    text = published(run, tmp_path / "folder").split("---\n", 2)[2]
     page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
     for tag in ("<script", "<img", "<b>", "<em>", "<strong>", "<s>", "<a "):
         assert tag not in page, tag
@@ -307,7 +286,7 @@ def test_markup_in_names_is_escaped_in_the_card(run: Path, tmp_path: Path) -> No
     ("file", "content"),
     [
         ("versions.json", json.dumps({"packages": {"torch": "\ud800"}})),
-        ("eval.jsonl", json.dumps(evaluation("ckpt-2", 87).to_json() | {"ended_invalid": 10**400}) + "\n"),
+        ("eval.jsonl", json.dumps(evaluation(2, 0.87).to_json() | {"ended_invalid": 10**400}) + "\n"),
     ],
     ids=["surrogate", "number without end"],
 )
@@ -326,12 +305,6 @@ def test_base_with_quotes_is_a_string_in_the_code_of_the_card(run: Path, tmp_pat
     assert "vllm serve 'org/x\"; import os #$(id)' --enable-lora" in card
 
 
-@pytest.mark.parametrize("checkpoint", ["../other/best", "typo", "ckpt-1/../ckpt-2"])
-def test_checkpoint_of_no_update_is_refused(run: Path, checkpoint: str) -> None:
-    code, output = push(run, "me/nim", "--checkpoint", checkpoint)
-    assert code == 1 and f"--checkpoint {checkpoint}: give the number of an update" in " ".join(output.split())
-
-
 def test_run_without_a_checkpoint_is_refused(run: Path) -> None:
     for checkpoint in ("ckpt-1", "ckpt-2"):
         (run / "checkpoints" / checkpoint).rename(run / checkpoint)
@@ -339,27 +312,24 @@ def test_run_without_a_checkpoint_is_refused(run: Path) -> None:
     assert code == 1 and "has no checkpoint yet" in output
 
 
-def upload(run: Path, url: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        runs.command("push", run, "me/nim", *arguments),
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+def hub_environment(url: str, home: Path) -> dict[str, str]:
+    own = {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    return {**os.environ, **own}
+
+
+def upload(run: Path, url: str, home: Path, *arguments: str) -> tuple[int, str, str]:
+    words = runs.command("push", run, "me/nim", *arguments)
+    done = subprocess.run(words, env=hub_environment(url, home), capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("answer", "is_published"), [("y\n", True), ("n\n", False), ("\n", False), (None, True)])
-def test_upload_on_a_terminal_asks_first(
-    run: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, is_published: bool
-) -> None:
+def test_upload_on_a_terminal_asks_first(run: Path, tmp_path: Path, answer: str | None, is_published: bool) -> None:
     with running_hub() as hub:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         terminal, printed = pty.openpty()
         done = subprocess.Popen(
             runs.command("push", run, "me/nim", *["--yes"] * (answer is None)),
-            env={**os.environ, "HF_HUB_DISABLE_XET": "1"},
+            env=hub_environment(hub.url, tmp_path / "home"),
             stdin=printed,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -373,23 +343,19 @@ def test_upload_on_a_terminal_asks_first(
 
 def test_upload_sends_every_file_to_the_hub(run: Path, tmp_path: Path) -> None:
     with running_hub() as hub:
-        done = upload(run, hub.url, tmp_path / "home", "--private")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"{hub.url}/me/nim" in done.stdout
+        code, out, err = upload(run, hub.url, tmp_path / "home", "--private")
+        assert code == 0, out + err
+        assert f"{hub.url}/me/nim" in out
         assert (hub.created[0]["name"], hub.created[0]["organization"]) == ("nim", "me")
         assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
         assert set(hub.files) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "config.toml"}
         weights = run / "checkpoints" / "ckpt-2" / "adapter_model.safetensors"
         assert hub.files["adapter_model.safetensors"] == weights.read_bytes()
         assert TOKEN.encode() not in b"".join(hub.files.values())
-        assert "## Games" in done.stdout and "batch_size = 24" in done.stdout.partition("uploading")[0]
+        assert "## Games" in out and "batch_size = 24" in out.partition("uploading")[0]
         hub.refuses_with = 403
-        done = upload(run, hub.url, tmp_path / "home")
-    assert (
-        done.returncode == 1
-        and done.stderr.count("\n") == 1
-        and "403" in done.stderr
-        and "hf auth login" in done.stderr
-    )
-    done = upload(run, hub.url, tmp_path / "home")  # it is gone
-    assert done.returncode == 1 and "cannot be reached" in done.stderr and "Traceback" not in done.stderr
+        code, _, err = upload(run, hub.url, tmp_path / "home")
+    assert code == 1 and err.count("\n") == 1
+    assert "403" in err and "hf auth login" in err
+    code, _, err = upload(run, hub.url, tmp_path / "home")  # it is gone
+    assert code == 1 and "cannot be reached" in err and "Traceback" not in err

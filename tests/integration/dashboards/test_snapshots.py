@@ -1,4 +1,4 @@
-"""The output of `run`, `runs` and `envs` at 80 columns, for each of the runs in `shown_runs`."""
+"""The output of `run`, `runs` and `envs` at 80 columns, and the dashboard at four sizes, for runs in `shown_runs`."""
 
 import io
 import math
@@ -17,11 +17,8 @@ from tests.fakes.snapshots import assert_as_before
 from unstable_lite.cli.app import app, print_summary
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.dashboards.run_directory import RunDirectory, list_runs, runs_table
-from unstable_lite.dashboards.terminal import (
-    TerminalInterface,
-    VisibleConsole,
-    print_lines,
-)
+from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, print_lines
+from unstable_lite.dashboards.top import MachineLoad, draw
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.run import Summary
@@ -65,6 +62,20 @@ def test_output_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, mo
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line) for line in shown.splitlines() if "outputs/" not in line) <= 80  # paths stay whole
     assert_as_before(f"output/{case.__name__}", re.sub(r"^\d\d:\d\d:\d\d", "12:42:01", shown, flags=re.M))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_top_looks_as_before(case: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    view, frames = RunDirectory(case(Path("outputs"))), []
+    view.refresh()
+    for width, height in ((60, 20), (80, 24), (120, 36), (200, 50)):
+        console = VisibleConsole(file=io.StringIO(), width=width, height=height, color_system=None)
+        console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
+        frame = console.file.getvalue()  # type: ignore[attr-defined]
+        assert frame.count("\n") == height
+        frames.append(f"{width} × {height}\n{frame}")
+    assert_as_before(f"top/{case.__name__}", "\n".join(frames))
 
 
 def test_evaluation_without_a_result_is_a_row_like_the_others(tmp_path: Path) -> None:

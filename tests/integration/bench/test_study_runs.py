@@ -1,5 +1,6 @@
-"""Arms of the included studies train in a real run: each bug of the reference, and one arm of other studies."""
+"""Arms of the included studies train in a real run, and one with the measuring learner reports its metrics."""
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,22 @@ def test_arm_trains(study: str, arm: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(line["learner/policy_grad_norm"] > 0 and line["canary/doubts"] == 0 for line in updates)
     # The share of tokens without weight is that of stop tokens in one arm, and 0 in the others.
     assert all((line["learner/weight_zero"] > 0) == (arm == "no stop token") for line in updates)
+
+
+@pytest.mark.nightly
+def test_run_reports_the_variance_of_every_second_update(tmp_path: Path) -> None:
+    settings = ("run.learning_steps=3", "run.eval_games=0", "run.num_eval_workers=0")
+    measuring = ("algorithm=bench.gradient_variance:MeasuredREINFORCE", "learner.options={every=2,baseline='group'}")
+    groups = ("run.group_size=4", "rewards.group_baseline=rloo", "rewards.step_reward_transformation=[]")
+    runs.output_of(runs.run("run", runs.write_small(tmp_path), *settings, *measuring, *groups))
+    lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
+    updates = [line for line in lines if "learner/loss" in line]
+    measured = ("gradient_variance", "gradient_signal", "gradient_noise", "relative_variance")
+    measured += tuple(f"relative_variance_{name}" for name in ("none", "batch", "role", "opponents", "shared", "group"))
+    for update, line in enumerate(updates):
+        found = [line[f"learner/{name}"] for name in measured if f"learner/{name}" in line]
+        assert len(found) == (len(measured) if update % 2 else 0), line
+        assert all(map(math.isfinite, found))
+    assert len(updates) == 3
+    assert updates[1]["learner/gradient_variance"] > 0
+    assert updates[1]["learner/relative_variance"] == updates[1]["learner/relative_variance_group"] > 0
