@@ -1,6 +1,7 @@
 """An HTTP server on loopback that answers as vLLM's does, without a model, until a test makes it misbehave."""
 
 import contextlib
+import functools
 import json
 import math
 import socket
@@ -18,9 +19,14 @@ Answer = tuple[int, Any]
 """Status and body: bytes are sent unchanged, anything else as JSON."""
 
 
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(str(BUILTIN["builtin:tiny"]))
+
+
 class FakeVLLM:
     def __init__(self) -> None:
-        self.tokenizer = Tokenizer(str(BUILTIN["builtin:tiny"]))
+        self.tokenizer = _tokenizer()
         self.loras: dict[str, str] = {}
         """LoRA paths by name."""
         self.seen: list[tuple[str, str, Any]] = []

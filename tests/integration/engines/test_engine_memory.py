@@ -106,21 +106,22 @@ def test_oom_while_sampling_loses_no_token(
     assert engine.stats().oom_retries == 1
 
 
-def test_single_request_that_does_not_fit_ends_the_engine_with_advice(
-    model_dir: Path, adapter_dirs: list[Path]
+def fail(_: int) -> None:
+    raise RuntimeError("shapes do not fit")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (lambda _: allocate_too_much(), ModelError, r"engine\.max_model_len"),
+        (fail, RuntimeError, "shapes do not fit"),
+    ],
+    ids=["out of memory", "another error"],
+)
+def test_single_request_that_fails_ends_the_engine_with_advice_only_if_memory_ran_out(
+    model_dir: Path, adapter_dirs: list[Path], fault: Callable[[int], None], error: type[Exception], says: str
 ) -> None:
     engine = load(model_dir, adapter_dirs[0])
-    starve(engine, 15)
-    with pytest.raises(ModelError, match=r"engine\.max_model_len"):
-        serve(engine)
-
-
-def test_other_errors_are_not_taken_for_oom(model_dir: Path, adapter_dirs: list[Path]) -> None:
-    engine = load(model_dir, adapter_dirs[0])
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("shapes do not fit")
-
-    before_last_layer(engine, fail)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
+    before_last_layer(engine, fault)
+    with pytest.raises(error, match=says):
         serve(engine)

@@ -2,20 +2,19 @@
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from fakes.worker_processes import opened_router, worker_process
 from unstable_lite.config import Config
 from unstable_lite.engines.client import CHARS_PER_TOKEN, EngineClient, EnginePool
 from unstable_lite.errors import WorkerDied
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.rpc import SWEEP_EVERY_S, Router
-from unstable_lite.transport.worker_main import WorkerSpec
+from unstable_lite.transport.rpc import SWEEP_EVERY_S
 
 MAX_NEW = 10
 CONFIG = Config.model_validate(
@@ -26,10 +25,10 @@ CONFIG = Config.model_validate(
 )
 
 
+@dataclass
 class Engines:
-    def __init__(self, processes: list[WorkerProcess], pool: EnginePool) -> None:
-        self.processes = processes
-        self.pool = pool
+    processes: list[WorkerProcess]
+    pool: EnginePool
 
     def signal(self, signum: signal.Signals) -> None:
         for process in self.processes:
@@ -46,25 +45,16 @@ class Engines:
 
 @pytest.fixture
 async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
-    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
-    router = Router(directory)
-    clients = [EngineClient(router, f"engine-{index}", CONFIG.engine) for index in range(3)]
-    processes = []
-    for client in clients:
-        name = client.channel.name
-        spec = WorkerSpec(
-            name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
-        )
-        log = tmp_path / f"{name}.log"
-        processes.append(WorkerProcess(client.channel, log, "unstable_lite.engines.worker", spec, {}))
-    await asyncio.gather(*(process.start() for process in processes))
-    try:
-        await asyncio.gather(*(process.ready(60) for process in processes))
-        yield Engines(processes, EnginePool(clients))
-    finally:
-        await asyncio.gather(*(process.stop(grace_s=1) for process in processes))
-        router.close()
-        shutil.rmtree(directory)
+    with opened_router() as router:
+        clients = [EngineClient(router, f"engine-{index}", CONFIG.engine) for index in range(3)]
+        module, log_path = "unstable_lite.engines.worker", tmp_path / "log"
+        processes = [worker_process(client.channel, router.endpoint, CONFIG, module, log_path) for client in clients]
+        await asyncio.gather(*(process.start() for process in processes))
+        try:
+            await asyncio.gather(*(process.ready(60) for process in processes))
+            yield Engines(processes, EnginePool(clients))
+        finally:
+            await asyncio.gather(*(process.stop(grace_s=1) for process in processes))
 
 
 async def test_request_goes_to_the_engine_with_fewest_outstanding_tokens(engines: Engines) -> None:

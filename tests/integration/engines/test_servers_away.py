@@ -1,4 +1,4 @@
-"""Runs on two vLLM servers of which one is away for a while: fake ones over real HTTP, and real ones."""
+"""A run on two vLLM servers of which one is away for a while: fake ones over real HTTP."""
 
 import contextlib
 import json
@@ -6,18 +6,16 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from fakes import runs
 from fakes.fake_vllm import serving
-from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 pytestmark = pytest.mark.nightly
 CONFIG = """
-model_name = "MODEL"
-learner = { batch_size = 12, canary_tolerance = TOLERANCE }
+model_name = "builtin:tiny"
+learner = { batch_size = 12, canary_tolerance = 1e9 }  # the servers make their log-probabilities up
 lora = { lora_rank = 8 }
 alarms = { invalid_moves = { action = "off" } }
 train_envs = [{ env_id = "Nim-v0-train", num_players = 2, num_actors = 2, prompt_template = "tiny" }]
@@ -38,14 +36,6 @@ max_model_len = 512
 """
 
 
-class Server(Protocol):
-    url: str
-
-    def start(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 class FakeServer:
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -62,50 +52,26 @@ class FakeServer:
 
 
 @pytest.fixture
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
-    made: list[Server] = [FakeServer(), FakeServer()]
-    if request.param == "vllm":
-        model = request.getfixturevalue("model_dir")
-        made = [
-            VLLMServer(model, tmp_path / f"{name}.log", *LORA, *WHOLE_PROMPTS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
-            for name in ("first", "second")
-        ]
-    yield made
-    for server in made:
-        with contextlib.suppress(AttributeError):  # a real one that was never started
-            server.kill()
+def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+    first, second = FakeServer(), FakeServer()
+    yield first, second
+    first.kill()
+    second.kill()
 
 
-REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)])
-
-
-@pytest.mark.parametrize("servers", ["fake", REAL], indirect=True)
 def test_server_that_is_away_is_used_again_without_spending_restarts(
-    servers: list[Server], request: pytest.FixtureRequest, tmp_path: Path
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
     first, second = servers
-    is_real = isinstance(first, VLLMServer)
     (tmp_path / "folder").mkdir()
+    text = CONFIG.replace("OUTPUT", str(tmp_path / "outputs")).replace("FOLDER", str(tmp_path / "folder"))
     config = tmp_path / "away.toml"
-    changes = {
-        "MODEL": str(request.getfixturevalue("model_dir")) if is_real else "builtin:tiny",
-        "OUTPUT": str(tmp_path / "outputs"),
-        "FIRST": first.url,
-        "SECOND": second.url,
-        "FOLDER": str(tmp_path / "folder"),
-        "TOLERANCE": "0.1" if is_real else "1e9",  # the fake one makes its log-probabilities up
-    }
-    text = CONFIG
-    for name, value in changes.items():
-        text = text.replace(name, value)
-    config.write_text(text)
+    config.write_text(text.replace("FIRST", first.url).replace("SECOND", second.url))
     first.start()
     process = runs.start("run", config)
-    wait = runs.wait_for
-    patience_s = 400 if is_real else 100
 
     def until(condition: Callable[[], bool]) -> None:
-        wait(lambda: condition() or process.poll() is not None, timeout_s=patience_s)
+        runs.wait_for(lambda: condition() or process.poll() is not None)
         assert process.poll() is None, process.communicate()
 
     def state(name: str) -> str:

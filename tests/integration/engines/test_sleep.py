@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
-from unstable_lite.transport.messages import AdapterDigest, Done, Generated, Ready, Sleep, WakeUp
+from unstable_lite.transport.messages import AdapterDigest, Done, Ready, Sleep, WakeUp
 
 KINDS = [
     pytest.param(("transformers", "cpu", "float32"), id="transformers"),
@@ -82,17 +82,6 @@ def test_base_and_adapters_answer_after_a_sleep_as_before(
     assert len({tuple(generation.logprobs) for generation in of_seed_0}) == len(of_seed_0)
     for version in versions:
         engine.unload(version)
-
-
-def test_pending_requests_are_answered_before_sleep(engine: RemoteEngine) -> None:
-    requests = [engine.request(f"Player {number}: e4", max_tokens=16) for number in range(5)]
-    sleep = Sleep(request_id=next(engine._ids))
-    engine.send(*requests, sleep)
-    engine.wait_for(lambda message: getattr(message, "request_id", None) == sleep.request_id)
-    answered = {message.request_id for message in engine.inbox if isinstance(message, Generated)}
-    assert answered == {request.request_id for request in requests}
-    engine.inbox.clear()
-    assert isinstance(ask(engine, WakeUp), Done)
 
 
 @pytest.mark.gpu

@@ -53,12 +53,12 @@ def test_engine_gets_the_limits_of_vllms_offline_engine(resolved: Any) -> None:
 
 
 def test_lora_and_keys_reach_vllm(resolved: Any) -> None:
-    lora = resolved(max_loras=5)["ours"]["lora"]
+    keys = {"max_loras": 5, "tensor_parallel": 2, "quantization": "fp8_per_channel"}
+    ours = resolved(**keys, options={"max_num_batched_tokens": 4096})["ours"]
+    lora = ours["lora"]
     assert lora["max_loras"] == "5" and lora["max_cpu_loras"] == "6"
     assert lora["lora_dtype"] == "torch.bfloat16"
     assert "lm_head" not in lora["target_modules"] and "q_proj" in lora["target_modules"]
-    ours = resolved(tensor_parallel=2)["ours"]
     assert (ours["world_size"], ours["executor"]) == (2, "mp")
-    ours = resolved(quantization="fp8_per_channel")["ours"]
-    assert ours["quantization"] == "fp8_per_channel" and ours["lora"]
-    assert resolved(options={"max_num_batched_tokens": 4096})["ours"]["tokens_per_step"] == 4096
+    assert ours["quantization"] == "fp8_per_channel"
+    assert ours["tokens_per_step"] == 4096

@@ -58,12 +58,12 @@ def connect(server: FakeVLLM, folder: Path) -> Iterator[Connect]:
         engine.close()
 
 
-@pytest.fixture
-def adapter_dir(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fakes.random_models import make_adapter
     from unstable_lite.models import BUILTIN
 
-    return make_adapter(BUILTIN["builtin:tiny"], tmp_path / "adapter", 1)
+    return make_adapter(BUILTIN["builtin:tiny"], tmp_path_factory.mktemp("adapter"), 1)
 
 
 def request(number: int = 1, version: int = 0, **fields: Any) -> Generate:
@@ -109,7 +109,7 @@ def test_server_shows_special_tokens_if_they_mark_thoughts(server: FakeVLLM, con
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("answer", "says"),
     [
         ({"token_ids": None}, "token_ids"),
         ({"token_ids": []}, "token ids"),
@@ -125,50 +125,30 @@ def test_server_shows_special_tokens_if_they_mark_thoughts(server: FakeVLLM, con
         ({"finish_reason": "abort"}, "abort"),
         ({"model": "another-model"}, "another-model"),
         ({"model": None}, "model"),
-    ],
-    ids=str,
-)
-def test_mismatched_answer_fails_only_its_request(
-    server: FakeVLLM, connect: Connect, changes: dict[str, Any], says: str
-) -> None:
-    engine = connect()
-    server.misbehave = lambda path, body: (200, server.completion(body, **changes))
-    (reply,) = serve(engine, request())
-    assert isinstance(reply, Failed) and says in reply.error and server.url in reply.error
-    server.misbehave = lambda path, body: None
-    assert isinstance(serve(engine, request(2))[0], Generated)
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
         ((200, b"<html>busy</html>"), "JSON"),
         ((200, b"[" * 100_000), "JSON"),
         ((200, []), "JSON"),
         ((200, {"choices": []}), "JSON"),
         ((200, {"choices": [{"text": "an old server"}], "model": "tiny"}), "token_ids"),
+        ((200, b" " * 100_001), "100000 bytes"),
         (error(400, "prompt is too long"), "400: prompt is too long"),
         (error(500, "it broke"), "500: it broke"),
         ((418, b"\xff\x00"), "418"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
-def test_garbage_and_refusals_fail_their_request_and_name_the_url(
-    server: FakeVLLM, connect: Connect, answer: Any, says: str
+def test_mismatched_answer_garbage_and_refusal_fail_only_their_request(
+    server: FakeVLLM, connect: Connect, answer: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = connect()
-    server.misbehave = lambda path, body: answer
+    monkeypatch.setattr(vllm_http, "MAX_ANSWER_BYTES", 100_000)
+    is_completion = isinstance(answer, dict)
+    server.misbehave = lambda path, body: (200, server.completion(body, **answer)) if is_completion else answer
     (reply,) = serve(engine, request())
     assert isinstance(reply, Failed) and says in reply.error and server.url in reply.error
     assert len(reply.error) < 2000
-
-
-def test_oversized_answer_is_cut(server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = connect()
-    monkeypatch.setattr(vllm_http, "MAX_ANSWER_BYTES", 1000)
-    server.misbehave = lambda path, body: (200, b" " * 5000)
-    (reply,) = serve(engine, request())
-    assert "1000 bytes" in reply.error and server.url in reply.error
+    server.misbehave = lambda path, body: None
+    assert isinstance(serve(engine, request(2))[0], Generated)
 
 
 @pytest.mark.parametrize("failure", [error(503, "busy"), error(500, "a hiccup"), "cut"], ids=str)

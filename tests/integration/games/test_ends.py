@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from msgspec import structs
 
 from fakes.raising_env import RAISED
@@ -21,6 +22,8 @@ from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout import run_game
 from unstable_lite.rollout.run_game import GameRunner
 from unstable_lite.types import BASE, REASONS, GameRecord, GameSpec, ModelRef, Reply
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENV = "fakes.raising_env:Raising-v0"
 MODEL = ModelRef(uid=BASE, kind="checkpoint", adapter_version=0)
@@ -89,16 +92,18 @@ async def played(spec: GameSpec, environments: EnvPool | None, *players: Says) -
     return await GameRunner(Seats(dict(enumerate(players))), RunConfig(), environments).play(spec)
 
 
-@pytest.fixture(params=["in this process", "isolated"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["in this process", "isolated"])
 async def environments(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EnvPool | None]:
+    """Yield None, or a pool of one process for all tests, because its start takes two seconds."""
     if request.param == "in this process":
         yield None
         return
-    monkeypatch.setattr(env_pool, "MOST_PROCESSES", 1)
-    async with opened_env_pool(tmp_path, 20.0) as opened:
-        yield opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env_pool, "MOST_PROCESSES", 1)
+        async with opened_env_pool(tmp_path_factory.mktemp("logs"), 20.0) as opened:
+            yield opened
 
 
 async def test_action_at_which_step_raises_is_an_invalid_move(environments: EnvPool | None) -> None:

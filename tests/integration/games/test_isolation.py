@@ -120,12 +120,8 @@ async def test_env_that_depends_on_the_hash_seed_is_isolated_with_a_fixed_one(en
     seen = [(await environments.make(game(SET_ORDER_ENV, 2, seed, isolated=None))).observe() for seed in range(4)]
     code = "from fakes.set_order_env import *; from unstable_lite.games.environments import Environment\n"
     code += f"print([Environment({SET_ORDER_ENV!r}, 2, seed).observe() for seed in range(4)])"
-    path = os.pathsep.join(sys.path)
-    shown = []
-    for seed in ("0", "3"):
-        given = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        shown.append(subprocess.check_output([sys.executable, "-c", code], env=given, text=True).strip())
-    assert [str(seen) == one for one in shown] == [True, False]
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
+    assert str(seen) == subprocess.check_output([sys.executable, "-c", code], env=given, text=True).strip()
     env = {"env_id": SET_ORDER_ENV, "num_players": 2, "num_actors": 2}
     for keys, title, words in (({}, "hash seed", "55 MB"), ({"isolated": False}, "warning", "remove isolated = false")):
         rows = make_plan(Config.model_validate({"train_envs": [env | keys]})).describe()

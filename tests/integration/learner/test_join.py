@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from fakes.worker_processes import opened_router, worker_process
 from unstable_lite.learner import load_learner
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.transport.messages import Update, Updated
-from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.rpc import Router, WorkerChannel
-from unstable_lite.transport.worker_main import WorkerSpec
+from unstable_lite.transport.rpc import WorkerChannel
 
 
 @pytest.mark.nightly
@@ -21,34 +20,21 @@ async def test_rank_started_by_torchrun_joins_by_address(make_config, make_items
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     config = make_config(learner={"remote_ranks": 1, "rendezvous": address})
-    (tmp_path / "bus").mkdir()
-    router = Router(tmp_path / "bus")
-    spec = WorkerSpec(
-        name="learner",
-        endpoint=router.endpoint,
-        device="cpu",
-        threads=1,
-        config_json=config.model_dump_json(),
-        num_ranks=2,
-    )
-    process = WorkerProcess(
-        WorkerChannel(router, "learner"), tmp_path / "log", "unstable_lite.learner.worker", spec, {}
-    )
     command = ["-m", "torch.distributed.run", "--standalone", "-m", "unstable_lite.learner.remote_rank", address]
-    with (tmp_path / "elsewhere.log").open("w") as log:
+    items, log_path = tuple(make_items()), tmp_path / "elsewhere.log"
+    with opened_router() as router, log_path.open("w") as log:
+        channel, module = WorkerChannel(router, "learner"), "unstable_lite.learner.worker"
+        process = worker_process(channel, router.endpoint, config, module, tmp_path / "log", num_ranks=2)
         elsewhere = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
-    try:
-        await process.start()
-        await process.ready(250)
-        items = tuple(make_items())
-        path = str(tmp_path / "v1")
-        updated: Updated = await process.channel.ask(Update, 120, items=items, version=1, path=path)
-        await process.stop(grace_s=60)
-        assert elsewhere.wait(timeout=60) == 0, (tmp_path / "elsewhere.log").read_text()
-    finally:
-        await process.stop()
-        elsewhere.kill()
-        router.close()
+        try:
+            await process.start()
+            await process.ready(250)
+            updated: Updated = await channel.ask(Update, 120, items=items, version=1, path=str(tmp_path / "v1"))
+            await process.stop(grace_s=60)
+            assert elsewhere.wait(timeout=60) == 0, log_path.read_text()
+        finally:
+            await process.stop()
+            elsewhere.kill()
     alone = load_learner(make_config(), "cpu").update(items, 1)
     assert updated.skipped is None
     for name in ("loss", "policy_grad_norm", "num_items", "num_tokens", "logp_mean"):

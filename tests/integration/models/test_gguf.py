@@ -120,47 +120,31 @@ def test_converted_model_is_the_one_in_the_file(
 
 
 @pytest.mark.nightly
-def test_check_run_and_resume_accept_the_file_as_any_model(
+@pytest.mark.timeout(900)
+def test_every_command_accepts_the_file_as_any_model(
     whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
-    config = runs.write_small(tmp_path)
-    model, steps = f'model_name="{whole_file}"', "run.learning_steps=1"
-    code, out, err = runs.invoke("check", config, model)
-    assert (code, err) == (0, ""), err
-    assert str(whole_file) in out
-    runs.output_of(runs.run("run", config, model, steps, "run.eval_games=0"))
+    config, tuned, evaluated = runs.write_small(tmp_path), tmp_path / "sft", tmp_path / "eval"
+    model, short = f'model_name="{whole_file}"', "engine.max_generation_len=16"
+    assert str(whole_file) in runs.output_of(runs.invoke("check", config, model))
+    runs.output_of(runs.run("run", config, model, "run.learning_steps=1", "run.eval_games=0"))
     directory = runs.run_directory(tmp_path)
     assert str(whole_file) in (directory / "config.toml").read_text()
     runs.output_of(runs.run("run", "--resume", directory, "run.learning_steps=2"))
     assert (directory / "checkpoints" / "ckpt-2").is_dir()
+
+    of_pairs = ('sft.players=["scripted:random"]', "sft.pairs=8", "sft.epochs=1", f'sft.output="{tuned}"')
+    runs.output_of(runs.run("sft", config, model, short, *of_pairs))
+    base = ("base", "--config", config, "--set", model, "--set", short)
+    runs.output_of(runs.run("eval", *base, "--output", evaluated, "--games", "2"))
+    assert list(tuned.rglob("adapter_model.safetensors"))
+    assert list(evaluated.rglob("table.csv"))
+    command = runs.command("play", *base, "--seat", "0")
+    played = subprocess.run(command, input="[0 9]\n[0 9]\n", capture_output=True, text=True, timeout=240)
+    assert played.returncode == 0, played.stdout + played.stderr
+    assert "player 0, you: loss by an invalid move (-1)" in played.stdout
     assert find_tokenizer(str(whole_file)) is not None
-    assert len(left_in(filled_cache)) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", ["eval", "play", "sft"])
-def test_every_other_command_accepts_the_file_as_any_model(
-    whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
-    config, output = runs.write_small(tmp_path), tmp_path / "out"
-    settings = [f'model_name="{whole_file}"', "engine.max_generation_len=16"]
-    if command == "sft":
-        sft = ['sft.players=["scripted:random"]', "sft.pairs=8", "sft.epochs=1", f'sft.output="{output}"']
-        arguments = [str(config), *settings, *sft]
-    else:
-        arguments = ["base", "--config", str(config), *(word for each in settings for word in ("--set", each))]
-        arguments += ["--seat", "0"] if command == "play" else ["--output", str(output), "--games", "2"]
-    done = subprocess.run(
-        runs.command(command, *arguments), input="[0 9]\n[0 9]\n", capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if command == "play":
-        assert "player 0, you: loss by an invalid move (-1)" in done.stdout
-    else:
-        made = {"eval": "table.csv", "sft": "adapter_model.safetensors"}[command]
-        assert list(output.rglob(made)), sorted(output.rglob("*"))
     assert len(left_in(filled_cache)) == 1
 
 
@@ -192,40 +176,42 @@ def test_leftovers_of_a_killed_conversion_are_removed_by_the_next(
     assert set(left_in(cache)) == {new}  # another process may be using it
 
 
-@pytest.mark.parametrize("share", [0.0, 0.9])
-def test_truncated_file_gives_one_message(whole_file: Path, cache: Path, tmp_path: Path, share: float) -> None:
-    path = tmp_path / "cut.gguf"
-    content = whole_file.read_bytes()
-    path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ModelError, match=r"cut\.gguf"):
-        resolve_model(str(path))
-    assert left_in(cache) == []
-
-
 def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
+def _header(num_tensors: int, num_keys: int, rest: bytes) -> bytes:
+    return struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_keys) + rest
+
+
 @pytest.mark.parametrize(
-    ("num_tensors", "num_keys", "rest"),
+    "content",
     [
-        (0, 1, _string("k") + struct.pack("<IIQ", 9, 8, 1 << 40)),
-        (0, 1, _string("k") + struct.pack("<IIQ", 9, 4, 1 << 62)),
-        (0, 1, _string("k") + struct.pack("<IQ", 8, 1 << 63)),
-        (0, 1, _string("k") + struct.pack("<IIQIQ", 9, 9, 1 << 40, 9, 1 << 40)),
-        (0, 1, struct.pack("<Q", 1 << 50)),
-        (0, 1, _string("k") + struct.pack("<I", 77)),
-        (0, 1 << 40, b""),
-        (1 << 40, 0, b""),
-        (1, 0, _string("t") + struct.pack("<I", (1 << 32) - 1)),
+        0.0,
+        0.9,
+        _header(0, 1, _string("k") + struct.pack("<IIQ", 9, 8, 1 << 40)),
+        _header(0, 1, _string("k") + struct.pack("<IIQ", 9, 4, 1 << 62)),
+        _header(0, 1, _string("k") + struct.pack("<IQ", 8, 1 << 63)),
+        _header(0, 1, _string("k") + struct.pack("<IIQIQ", 9, 9, 1 << 40, 9, 1 << 40)),
+        _header(0, 1, struct.pack("<Q", 1 << 50)),
+        _header(0, 1, _string("k") + struct.pack("<I", 77)),
+        _header(0, 1 << 40, b""),
+        _header(1 << 40, 0, b""),
+        _header(1, 0, _string("t") + struct.pack("<I", (1 << 32) - 1)),
     ],
-    ids=["strings", "numbers", "text", "arrays", "key", "unknown type", "keys", "tensors", "dimensions"],
+    ids=[
+        *("empty", "cut", "strings", "numbers", "text", "arrays", "key", "unknown type", "keys", "tensors"),
+        "dimensions",
+    ],
 )
-def test_declared_lengths_beyond_the_file_are_refused_at_once(
-    cache: Path, tmp_path: Path, num_tensors: int, num_keys: int, rest: bytes
+def test_truncated_file_and_lengths_beyond_the_file_give_one_message(
+    whole_file: Path, cache: Path, tmp_path: Path, content: float | bytes
 ) -> None:
-    (path := tmp_path / "endless.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_keys) + rest)
-    with pytest.raises(ModelError, match=r"endless\.gguf is damaged"):
+    """Numbers are the share of the whole file that is left."""
+    path, whole = tmp_path / "endless.gguf", whole_file.read_bytes()
+    is_cut = isinstance(content, float)
+    path.write_bytes(whole[: int(content * len(whole))] if is_cut else content)
+    with pytest.raises(ModelError, match=r"endless\.gguf" if is_cut else r"endless\.gguf is damaged"):
         resolve_model(str(path))
     assert left_in(cache) == []
 
@@ -248,13 +234,11 @@ def test_unsupported_architecture_gives_one_message_in_check(cache: Path, tmp_pa
     assert left_in(cache) == []
 
 
-def test_missing_file_gives_one_message(cache: Path, tmp_path: Path) -> None:
+def test_missing_file_and_missing_package_give_one_message(
+    whole_file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelError, match="No such file"):
         resolve_model(str(tmp_path / "none.gguf"))
-    assert not cache.exists()
-
-
-def test_missing_package_is_named(whole_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_cache.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'unstable-lite\[gguf\]'"):
         resolve_model(str(whole_file))

@@ -46,37 +46,23 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
 
 
-def test_model_is_a_stock_qwen3_of_one_to_two_million_parameters(model: Any) -> None:
+def test_model_is_a_small_stock_qwen3_that_stops_at_the_end_of_a_turn(model: Any, tokenizer: Any) -> None:
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 2_000_000
     assert model.config.head_dim in (32, 64)
-
-
-def test_model_files_are_complete_and_small() -> None:
-    names = {path.name for path in WEIGHTS.iterdir()}
-    assert names >= {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) <= 8 * 2**20
+    names = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert {path.name for path in WEIGHTS.iterdir()} >= set(names.split())
     with safe_open(WEIGHTS / "model.safetensors", "pt") as tensors:
         assert {tensors.get_tensor(name).dtype for name in tensors.keys()} == {torch.bfloat16}  # noqa: SIM118
-
-
-def test_generation_stops_at_the_end_of_a_turn(model: Any, tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token == "<|endoftext|>"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.text())
 def test_any_text_survives_encoding(tokenizer: Any, text: str) -> None:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_whole_transcripts_survive_encoding(tokenizer: Any) -> None:
@@ -93,28 +79,29 @@ def test_chat_template_equals_the_template_named_tiny(tokenizer: Any) -> None:
     assert text == "<|im_start|>user\nYour move.<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(("env_id", "most"), FAMILIES.items())
-def test_turn_costs_few_tokens(tokenizer: Any, env_id: str, most: int) -> None:
-    turns = random_turns(env_id, games=20)
-    prompt_lens = [len(tokenizer.encode(make.tiny_prompt(o))) for o, _ in turns]
-    answer_lens = [len(tokenizer.encode(f"\\boxed{{{a}}}<|im_end|>")) for _, a in turns]
-    assert sum(prompt_lens) / len(turns) <= most
-    assert max(answer_lens) <= 6
-
-
-def test_moves_of_the_model_are_legal(model: Any, tokenizer: Any) -> None:
-    torch.manual_seed(0)
-    share_legal = {}
-    for env_id in FAMILIES:
-        turns = random.Random(1).sample(random_turns(env_id, games=40), 60)
-        is_legal = [
-            answer(model, tokenizer, observation)
-            in {f"\\boxed{{{action}}}<|im_end|>" for action in legal_actions(env_id, observation)}
-            for observation, _ in turns
-        ]
-        share_legal[env_id] = sum(is_legal) / len(is_legal)
-    assert sum(share_legal.values()) / len(share_legal) >= 0.95, share_legal
-    assert min(share_legal.values()) >= 0.85, share_legal
+@pytest.mark.parametrize(
+    ("model_name", "env_id", "most_tokens"),
+    [
+        *(("builtin:tiny", env_id, most) for env_id, most in FAMILIES.items()),
+        *(("builtin:tiny-games", env_id, 120) for env_id in LISTED),
+    ],
+)
+def test_answers_in_every_listed_game_are_legal_and_turns_cost_few_tokens(
+    model_name: str, env_id: str, most_tokens: int
+) -> None:
+    """Mean probability of a legal answer, as `probe` computes it; and few tokens, so that an update takes a second."""
+    is_openspiel = env_id in LISTED
+    seen = random_observations(env_id, 12, 7) if is_openspiel else [one for one, _ in random_turns(env_id, games=20)]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(model_name))
+    lengths = [len(tokenizer.encode(make.tiny_prompt(observation))) for observation in seen]
+    assert sum(lengths) / len(lengths) <= most_tokens
+    train = TrainEnvSpec(env_id=env_id, num_players=2, num_actors=2, prompt_template="tiny")
+    config = Config(model_name=model_name, train_envs=(train,))
+    asked = random.Random(1).sample(sorted(set(seen)), min(60, len(set(seen))))
+    found = action_distribution("base", env_id, asked, config=config, device="cpu")
+    assert sum(1 - distribution.rest for distribution in found) / len(found) >= 0.95
+    answers = {action for distribution in found for action in distribution.actions}
+    assert is_openspiel or max(len(tokenizer.encode(f"\\boxed{{{one}}}<|im_end|>")) for one in answers) <= 6
 
 
 @pytest.mark.parametrize("env_id", ["Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "LiarsDice-v0-train"])
@@ -154,21 +141,9 @@ def test_base_plays_slightly_better_than_random(env_id: str, least: float) -> No
     assert least < optimal.value < least + 0.2
 
 
-@pytest.mark.parametrize("env_id", LISTED)
-def test_second_model_gives_legal_answers_in_every_listed_game(env_id: str) -> None:
-    """Mean probability of a legal answer, as `probe` computes it; and few tokens, so that an update takes a second."""
-    train = TrainEnvSpec(env_id=env_id, num_players=2, num_actors=2, prompt_template="tiny")
-    config = Config(model_name="builtin:tiny-games", train_envs=(train,))
-    observations = list(dict.fromkeys(random_observations(env_id, games=12, seed=7)))[:80]
-    found = action_distribution("base", env_id, observations, config=config, device="cpu")
-    assert sum(1 - distribution.rest for distribution in found) / len(found) >= 0.95
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin:tiny-games"))
-    lengths = [len(tokenizer.encode(make.tiny_prompt(observation))) for observation in observations]
-    assert sum(lengths) / len(lengths) <= 120
-
-
-def test_second_model_is_small_and_survives_any_text() -> None:
-    path = Path(resolve_model("builtin:tiny-games"))
+@pytest.mark.parametrize("model_name", ["builtin:tiny", "builtin:tiny-games"])
+def test_built_in_model_is_small_and_survives_any_text(model_name: str) -> None:
+    path = Path(resolve_model(model_name))
     assert sum(file.stat().st_size for file in path.iterdir()) <= 8 * 2**20
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = "Zoë said: “42”\n\t[bet] \\boxed{[Bid: 1, 2]}"
@@ -201,14 +176,3 @@ def random_turns(env_id: str, games: int) -> list[tuple[str, str]]:
             turns.append((observation, action))
             done = env.step(action)
     return turns
-
-
-def answer(model: Any, tokenizer: Any, observation: str) -> str:
-    """Return an answer sampled at temperature 1, with its stop token."""
-    ids = tokenizer(make.tiny_prompt(observation), return_tensors="pt")["input_ids"]
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16
-    )
-    text = tokenizer.decode(output[0, ids.shape[1] :])
-    assert isinstance(text, str)
-    return text

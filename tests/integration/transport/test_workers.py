@@ -21,6 +21,7 @@ import pytest
 import uvloop
 import zmq
 
+from fakes.worker_processes import opened_router, worker_process
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
@@ -56,20 +57,15 @@ async def wire(tmp_path: Path) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def _engine(tmp_path: Path, module: str) -> AsyncIterator[Wire]:
-    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
-    router = Router(directory)
-    engine = EngineClient(router, "engine-0", CONFIG.engine)
-    spec = WorkerSpec(
-        name="engine-0", endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
-    )
-    process = WorkerProcess(engine.channel, tmp_path / "logs" / "engine-0.log", module, spec, {})
-    await process.start()
-    try:
-        yield Wire(router, engine, process)
-    finally:
-        await process.stop()
-        router.close()
-        shutil.rmtree(directory)
+    with opened_router() as router:
+        engine = EngineClient(router, "engine-0", CONFIG.engine)
+        log_path = tmp_path / "logs" / "engine-0.log"
+        process = worker_process(engine.channel, router.endpoint, CONFIG, module, log_path)
+        await process.start()
+        try:
+            yield Wire(router, engine, process)
+        finally:
+            await process.stop()
 
 
 async def test_each_of_a_thousand_requests_gets_its_own_reply_and_one_that_no_frame_holds_fails_alone(
@@ -94,18 +90,28 @@ async def test_each_of_a_thousand_requests_gets_its_own_reply_and_one_that_no_fr
     assert len(frames) == 1
 
 
-async def test_killed_worker_fails_all_its_requests_and_is_named_with_its_log(wire: Wire) -> None:
-    os.kill(wire.process.pid, signal.SIGSTOP)
+async def test_killed_worker_fails_all_its_requests_is_named_with_its_log_and_can_be_replaced(wire: Wire) -> None:
+    process, channel = wire.process, wire.engine.channel
+    assert not process.spec.is_restart
+    os.kill(process.pid, signal.SIGSTOP)
     waiting = [asyncio.create_task(wire.engine.generate("p", 0)) for _ in range(50)]
     await asyncio.sleep(0.1)
-    wire.process.log_path.write_text("the last line\n")
-    os.kill(wire.process.pid, signal.SIGKILL)
+    process.log_path.write_text("the last line\n")
+    os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"(?s)engine-0 was killed by SIGKILL.*the last line.*memory ran out.*`dmesg`"):
-        await wire.process.watch()
+        await process.watch()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, WorkerDied) for result in results)
     with pytest.raises(WorkerDied):
         await wire.engine.generate("p", 0)
+    shutil.rmtree(process.log_path.parent)
+    identity = channel.identity
+    await process.start()
+    _sends(wire.router, identity, [encode([Ready(info={})])])  # a late frame of the dead worker
+    assert (await process.ready(30))["kind"] == "scripted"
+    assert wire.router.dropped_frames == 0
+    assert process.log_path.is_file()
+    assert process.spec.is_restart
 
 
 async def test_worker_whose_death_is_not_known_yet_can_be_killed(wire: Wire) -> None:
@@ -119,18 +125,6 @@ async def test_worker_whose_death_is_not_known_yet_can_be_killed(wire: Wire) -> 
     assert not wire.process.is_running
 
 
-async def test_worker_is_replaced_without_its_logs_and_its_successor_knows_of_the_restart(wire: Wire) -> None:
-    assert not wire.process.spec.is_restart
-    shutil.rmtree(wire.process.log_path.parent)
-    os.kill(wire.process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
-        await wire.process.watch()
-    await wire.process.start()
-    await wire.process.ready(30)
-    assert wire.process.log_path.is_file()
-    assert wire.process.spec.is_restart
-
-
 async def test_signals_of_a_batch_system_leave_the_workers_to_the_orchestrator(wire: Wire) -> None:
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         os.kill(wire.process.pid, signum)
@@ -142,20 +136,16 @@ async def test_signals_of_a_batch_system_leave_the_workers_to_the_orchestrator(w
     assert (await wire.engine.generate("p", 0)).adapter_version == 0
 
 
-@pytest.mark.parametrize("is_marked_first", [True, False])
-async def test_worker_that_the_run_began_without_is_up_once_it_has_its_adapters(
-    tmp_path: Path, is_marked_first: bool
-) -> None:
+async def test_worker_that_the_run_began_without_is_up_once_it_has_its_adapters(tmp_path: Path) -> None:
     async with _engine(tmp_path, "unstable_lite.engines.worker") as late:
-        if is_marked_first:
-            late.engine.channel.mark_late()
-        await late.process.ready(30)
-        assert late.engine.is_up != is_marked_first
-        late.engine.channel.mark_late()
         pool = EnginePool([late.engine])
-        assert pool.up == []
-        pool.mark_ready(late.engine)
-        assert pool.up == [late.engine]
+        late.engine.channel.mark_late()
+        await late.process.ready(30)
+        for _ in range(2):
+            assert pool.up == []
+            pool.mark_ready(late.engine)
+            assert pool.up == [late.engine]
+            late.engine.channel.mark_late()
 
 
 async def test_unanswered_request_fails_at_its_deadline(wire: Wire) -> None:
@@ -184,11 +174,18 @@ async def test_group_dies_of_the_failed_rank_and_not_of_the_first_to_exit(
     alone: tuple[Router, EngineClient], tmp_path: Path, variables: dict[str, str], reason: str, is_final: bool
 ) -> None:
     router, _ = alone
-    ranks = []
-    for rank in range(2):
-        name, log_path, config = f"rank-{rank}", tmp_path / f"{rank}.log", CONFIG.model_dump_json()
-        spec = WorkerSpec(name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=config, rank=rank)
-        ranks.append(WorkerProcess(WorkerChannel(router, name), log_path, "fakes.crashing_ranks", spec, variables))
+    ranks = [
+        worker_process(
+            WorkerChannel(router, f"rank-{rank}"),
+            router.endpoint,
+            CONFIG,
+            "fakes.crashing_ranks",
+            tmp_path / f"{rank}.log",
+            rank=rank,
+            variables=variables,
+        )
+        for rank in range(2)
+    ]
     group = WorkerGroup(ranks, tmp_path)
     await group.start()
     with pytest.raises(WorkerDied, match=f"rank-1: {reason}") as death:
@@ -268,17 +265,15 @@ async def test_frames_of_unknown_peers_are_dropped_and_counted(wire: Wire) -> No
 @pytest.fixture
 async def alone() -> AsyncIterator[tuple[Router, EngineClient]]:
     """Yield a router that waits for a worker that is never started, and its client."""
-    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
-    router = Router(directory)
-    yield router, EngineClient(router, "engine-0", CONFIG.engine)
-    router.close()
-    shutil.rmtree(directory)
+    with opened_router() as router:
+        yield router, EngineClient(router, "engine-0", CONFIG.engine)
 
 
 async def test_garbage_from_a_known_worker_is_dropped_and_valid_frames_count(
     alone: tuple[Router, EngineClient],
 ) -> None:
     router, engine = alone
+    engine.channel.receive(Done(request_id=99))  # a reply without a waiting request
     ready = encode([Ready(info={"kind": "x"})])
     _sends(
         router,
@@ -334,15 +329,12 @@ async def test_worker_of_another_protocol_version_ends_the_start(
 
 async def test_zeromq_refuses_a_frame_over_the_limit_before_reading_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "MAX_FRAME_BYTES", 100_000)
-    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
-    router = Router(directory)
-    _sends(router, b"too large", [bytes(100_001)])
-    _sends(router, b"unknown", [bytes(100_000)])
-    await _dropped(router, 1)
-    await asyncio.sleep(0.2)
-    assert router.dropped_frames == 1
-    router.close()
-    shutil.rmtree(directory)
+    with opened_router() as router:
+        _sends(router, b"too large", [bytes(100_001)])
+        _sends(router, b"unknown", [bytes(100_000)])
+        await _dropped(router, 1)
+        await asyncio.sleep(0.2)
+        assert router.dropped_frames == 1
 
 
 async def test_flood_waits_at_its_sender_and_not_in_our_memory(alone: tuple[Router, EngineClient]) -> None:
@@ -380,23 +372,6 @@ async def test_flood_does_not_block_other_work_and_does_not_fill_the_log(
     assert len(caplog.records) == 9
 
 
-async def test_late_frame_of_a_dead_worker_is_not_taken_for_its_successors(wire: Wire) -> None:
-    channel, late = wire.engine.channel, zmq.Context.instance().socket(zmq.DEALER)
-    late.setsockopt(zmq.IDENTITY, channel.identity)
-    os.kill(wire.process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied):
-        await wire.process.watch()
-    channel.reset()
-    late.connect(wire.router.endpoint)
-    late.send(encode([Ready(info={})]))
-    await asyncio.sleep(0.3)
-    assert not channel.ready.done()
-    assert wire.router.dropped_frames == 0
-    late.close(linger=0)
-    await wire.process.start()
-    assert (await wire.process.ready(30))["kind"] == "scripted"
-
-
 def test_worker_orphaned_during_its_imports_exits(tmp_path: Path) -> None:
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(60)")
     spec = WorkerSpec(name="w", endpoint="ipc:///none", device="cpu", threads=1, config_json=CONFIG.model_dump_json())
@@ -411,16 +386,11 @@ def test_worker_orphaned_during_its_imports_exits(tmp_path: Path) -> None:
     assert worker.wait(30) == ORPHANED
 
 
-async def test_reply_without_a_waiting_request_is_ignored(alone: tuple[Router, EngineClient]) -> None:
-    alone[1].channel.receive(Done(request_id=99))
-
-
 async def test_sockets_work_if_the_temporary_directory_has_a_long_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (long := tmp_path / ("x" * 120)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    directory = rpc.make_socket_directory()
-    Router(directory).close()
-    shutil.rmtree(directory)
+    with opened_router():
+        pass
     assert not list(long.iterdir())
