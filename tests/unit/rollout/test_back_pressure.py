@@ -8,7 +8,7 @@ from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes import game_records
 from fakes.game_records import BASE, Observer, make_record
-from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, spread_of, turn_spread_of
+from unstable_lite.rollout.back_pressure import InFlight, spread_of, turn_spread_of
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.types import GameSpec
@@ -53,18 +53,11 @@ def test_limit_grows_with_allowed_age_and_shrinks_with_the_spread_of_lifetimes(m
     assert in_flight.limit == pytest.approx(limit, rel=0.01)
 
 
-def test_step_ages_from_its_own_turn_if_turns_have_different_versions():
-    assert list(ages_by_turn([(8.0, 4)])) == [(8.0, 1), (6.0, 1), (4.0, 1), (2.0, 1)]
-    (*_, (youngest, steps)) = ages_by_turn([(100.0, 1000)])
-    assert (youngest, steps) == (100 / 16, 1000 / 16), "sixteen ages represent a long game"
-    mixed = [(6.0, 6)] * 50 + [(30.0, 30)] * 50
-    assert spread_of(mixed, ages_by_turn(mixed)) == spread_of(mixed), "a first turn is as old as its game"
-    rare = [(10.0, 10)] * 950 + [(200.0, 200)]
-    assert spread_of(rare, ages_by_turn(rare)) < 0.6 * spread_of(rare), "only its first turns are old"
-
-
 def test_slots_limit_the_length_of_turns_instead_of_games():
     by_turn = InFlight(100, 100, 8, {}, max_turn_age=1)
+    rare = [(10.0, 10)] * 950 + [(200.0, 200)]
+    by_turn.set_spreads(rare)
+    assert by_turn.spread < 0.6 * spread_of(rare), "only the first turns of a long game are old"
     by_turn.set_spreads([(20.0, 10)] * 100)
     assert turn_spread_of([(20.0, 1)] * 100) == turn_spread_of([(0.0, 1)]) == turn_spread_of([(0.0, 0)]) == 2.0
     assert by_turn.limit == pytest.approx(100 / 0.2), "a turn takes up to a fifth of a game's lifetime"
