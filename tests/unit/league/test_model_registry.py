@@ -267,25 +267,33 @@ def test_result_between_very_unequal_models_stays_finite(scores, mu):
     assert all(math.isfinite(value) for rating in ratings_of(registry).values() for value in rating)
 
 
-def test_resumed_fixed_models_are_the_current_ones_with_old_ratings(tmp_path):
-    before = make_registry("x", "y")
-    for _ in range(9):
-        before.update_ratings({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: 0.0}, "E")
-    after = make_registry("y", "z")
+def resumed(before, *fixed):
+    """Return a registry with these fixed models that has loaded the state of another one."""
+    after = make_registry(*fixed)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert [meta.name for meta in after.fixed("E")] == ["y", "z"]
-    assert not after.get("fixed-x").active
-    assert after.get("fixed-y").rating == before.get("fixed-y").rating
-    again = make_registry("x", "y", "z")
-    again.load_state_dict(json.loads(json.dumps(after.state_dict())))
-    assert [meta.name for meta in again.fixed("E")] == ["x", "y", "z"]
+    return after
+
+
+def test_resumed_fixed_models_are_the_configured_ones_with_old_ratings(tmp_path):
+    before = make_registry("run:x/best", "adapter:y")
+    for _ in range(9):
+        before.update_ratings({0: "fixed-run:x/best", 1: "fixed-adapter:y"}, {0: 1.0, 1: 0.0}, "E")
+    after = resumed(before, "adapter:y", "base", "z")
+    assert [meta.name for meta in after.fixed("E")] == ["adapter:y", "base", "z"]
+    assert [meta.name for meta in after.frozen_adapters()] == ["adapter:y"]
+    assert not after.get("fixed-run:x/best").active
+    assert after.get("fixed-adapter:y").rating == before.get("fixed-adapter:y").rating
+    names = ("adapter:y", "base", "run:x/best")
+    assert [after.get(f"fixed-{name}").adapter_version for name in names] == [FIRST_FROZEN_VERSION, 0, None]
+    again = resumed(after, "run:x/best", "adapter:y", "z")
+    assert [meta.name for meta in again.fixed("E")] == ["run:x/best", "adapter:y", "z"]
     log = LeagueLog(tmp_path / "league.jsonl")
     log.log(1, after)
     log.close()
     assert json.loads((tmp_path / "league.jsonl").read_text())["models"].keys() == after.get_all_models().keys()
 
 
-def test_frozen_players_have_ids_of_their_own_and_the_configured_ones_after_a_resume():
+def test_frozen_players_have_ids_of_their_own():
     registry = make_registry("base", "scripted:random", "run:x/best", "adapter:y")
     versions = [registry.get(f"fixed-{name}").adapter_version for name in ("base", "run:x/best", "adapter:y")]
     assert versions == [0, FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION + 1]
@@ -294,14 +302,6 @@ def test_frozen_players_have_ids_of_their_own_and_the_configured_ones_after_a_re
     assert [meta.name for meta in registry.frozen_adapters()] == ["run:x/best", "adapter:y"]
     assert registry.get_current_ckpt() == "base"
     assert registry.add_fixed("adapter:y").adapter_version == versions[2], "it is registered once"
-    before = make_registry("run:x/best", "adapter:y")
-    before.update_ratings({0: "fixed-adapter:y", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
-    after = make_registry("adapter:y", "base")
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    names = ("adapter:y", "base", "run:x/best")
-    assert [after.get(f"fixed-{name}").adapter_version for name in names] == [FIRST_FROZEN_VERSION, 0, None]
-    assert after.get("fixed-adapter:y").rating == before.get("fixed-adapter:y").rating
-    assert [meta.name for meta in after.frozen_adapters()] == ["adapter:y"]
 
 
 def test_fixed_model_may_be_active_in_some_envs_and_keeps_them_on_a_resume():

@@ -292,12 +292,13 @@ async def test_players_are_compared_with_their_own_seat_in_games_of_their_group(
     assert sorted(step.reward for step in await buffer.get_batch(4, 0)) == [-10.0, -1.0, 1.0, 10.0]
 
 
+@pytest.mark.parametrize("shaping", [None, RewardForFormat(reward=2.0)], ids=["plain", "uniform shaping"])
 @pytest.mark.parametrize("baseline", ["grpo", "rloo", "mean"])
-async def test_group_of_equal_rewards_gives_advantage_zero_and_is_counted(baseline):
+async def test_group_of_equal_rewards_gives_advantage_zero_in_any_game_length_and_is_counted(baseline, shaping):
     assert GROUP_BASELINES["mean"]([1.0, 0.0, -4.0]) == [2.0, 1.0, -3.0], "the scale of the rewards stays"
-    buffer = make_grouped_buffer(3, baseline)
-    for _ in range(3):
-        buffer.add_game(make_game([0.1], num_steps=2))
+    buffer = make_grouped_buffer(3, baseline, step_reward_transformation=shaping)
+    for num_steps in (1, 2, 3):
+        buffer.add_game(make_game([0.1], num_steps=num_steps))
     assert [step.reward for step in await buffer.get_batch(6, 0)] == [0.0] * 6
     assert buffer.group_counts == {"whole": 1, "without_spread": 1, "of_one": 0}
 
@@ -331,13 +332,6 @@ async def test_steps_that_wait_for_their_group_count_towards_capacity():
     buffer.add_game(make_game([], end="void"))
     await asyncio.wait_for(waiting, 5)
     assert not buffer.is_full
-
-
-async def test_uniform_shaping_does_not_favour_longer_games():
-    buffer = make_grouped_buffer(2, "rloo", step_reward_transformation=RewardForFormat(reward=2.0))
-    buffer.add_game(make_game([1.0], num_steps=1))
-    buffer.add_game(make_game([1.0], num_steps=3))
-    assert [step.reward for step in await buffer.get_batch(4, 0)] == [0.0] * 4
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])

@@ -120,22 +120,6 @@ class League:
                     await task
 
 
-async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path):
-    league = League(tmp_path, buffer_size=5)
-    async with league.playing(4):
-        while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
-            await asyncio.sleep(0.001)
-            assert len(league.records) <= 2 * 4, "games started although the buffer is full"
-        finished = len(league.records)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert len(league.records) == finished
-        assert league.buffer.size() == league.buffer.added >= 5
-        league.buffer.drain()
-        while len(league.records) == finished:
-            await asyncio.sleep(0.001)
-
-
 async def test_games_start_only_while_unpaused_and_none_outlives_the_collector(tmp_path):
     league, before = League(tmp_path), asyncio.all_tasks()
     league.collector.unpaused.clear()
@@ -285,17 +269,25 @@ async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...], see
 STREAM = random.Random(0)
 
 
-@pytest.mark.parametrize(("buffer_size", "workers"), [(5, 3), (5, 20), (12, 1), (40, 5)])
-async def test_started_group_is_finished_even_if_the_buffer_is_full(tmp_path, buffer_size, workers):
-    league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=4)
+@pytest.mark.parametrize(
+    ("buffer_size", "workers", "group_size"), [(5, 4, 1), (5, 3, 4), (5, 20, 4), (12, 1, 4), (40, 5, 4)]
+)
+async def test_full_buffer_starts_no_game_discards_no_step_and_lets_started_groups_end(
+    tmp_path, buffer_size, workers, group_size
+):
+    league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=group_size)
     async with league.playing(workers):
         for _ in range(3):
             await league.buffer.get_batch(5, 0)
             # No step is taken now: all started games end, and no step waits outside the full buffer.
             while league.collector.games_in_flight["train"] or league.collector._ended or not league.buffer.is_full:
                 await asyncio.sleep(0.001)
+            finished = len(league.records)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(league.records) == finished
             assert league.buffer.steps_in_groups == 0
-            assert league.buffer.size() >= buffer_size
+            assert league.buffer.size() == league.buffer.added - league.buffer.taken >= buffer_size
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
 
 

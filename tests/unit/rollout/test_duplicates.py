@@ -73,10 +73,10 @@ def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat():
 @pytest.mark.parametrize(
     ("baseline", "group_size", "share"),
     [
-        ("duplicate", 2, 1 + 1 - 2 * OF_CARDS),
-        ("duplicate", 8, 1 + (1 + 3 * OF_SEAT) / 4 - 2 * OF_CARDS),
+        pytest.param("duplicate", 2, 1 + 1 - 2 * OF_CARDS, id="one partner"),
+        pytest.param("duplicate", 8, 1 + (1 + 3 * OF_SEAT) / 4 - 2 * OF_CARDS, id="four partners"),
         # Games at the own seat cancel the deal and the opponent's draws, and a group of one seat has more of them.
-        ("rloo", 8, (1 - OF_SEAT) * (1 + 1 / 7)),
+        pytest.param("rloo", 8, (1 - OF_SEAT) * (1 + 1 / 7), id="leaving one out has a smaller variance"),
     ],
 )
 async def test_luck_of_the_deal_cancels(baseline, group_size, share):
