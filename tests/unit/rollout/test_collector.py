@@ -134,18 +134,6 @@ async def test_games_start_only_while_unpaused_and_none_outlives_the_collector(t
     assert league.collector.games_in_flight.total() == 0
 
 
-async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path):
-    league = League(tmp_path, failing(5, any_cell))
-    await league.collect_until(lambda: len(league.records) >= 40)
-    void = [record for record in league.records if record.end == "void"]
-    whole = [record for record in league.records if record.end != "void"]
-    assert void
-    assert whole
-    assert all("the engine refused" in str(record.error) for record in void)
-    assert league.buffer.added == sum(len(t.steps) for r in whole for t in r.trajectories)
-    assert league.registry.get("base").games == len(whole)
-
-
 async def test_finished_game_is_released_before_the_next_starts(tmp_path):
     def alive() -> int:
         gc.collect()
@@ -185,22 +173,16 @@ async def test_dead_worker_ends_the_run_instead_of_voiding_games(tmp_path):
     assert league.records == []
 
 
-async def test_game_over_its_time_limit_is_void(tmp_path):
-    league = League(tmp_path, never, game_timeout_s=0.05)
-    await league.collect_until(lambda: len(league.records) >= 3, workers=2)
-    assert all("run.game_timeout_s = 0.05" in str(record.error) for record in league.records)
-    assert league.collector.games_in_flight["train"] == 0
-
-
-async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path):
+async def test_game_over_its_time_limit_is_void_unless_the_clock_is_stopped(tmp_path):
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
     async def play(after_s: float) -> None:
         (spec,) = league.scheduler.next_train_group()
         await asyncio.sleep(after_s)
-        await league.collector.runner.play(spec)
+        record = await league.collector.runner.play(spec)
         ended.append(time.monotonic())
+        assert record.end == "void" and "run.game_timeout_s = 0.2" in str(record.error)
 
     playing = asyncio.gather(play(0.0), play(0.05), play(0.3))
     await asyncio.sleep(0.1)
@@ -291,13 +273,16 @@ async def test_full_buffer_starts_no_game_discards_no_step_and_lets_started_grou
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
 
 
-async def test_void_games_shrink_their_group_and_block_no_other(tmp_path, monkeypatch):
+async def test_game_whose_engine_fails_is_void_shrinks_its_group_and_blocks_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(run_game, "MAX_VOID_GAMES", 1000)
     league = League(tmp_path, failing(4, any_cell_of_many), 30, MIRROR, group_size=2)
     groups = league.buffer.group_counts
     async with league.playing():
         while groups["of_one"] < 3 or groups["whole"] - groups["of_one"] < 3:
             await league.buffer.get_batch(2, 0)
+    errors = [str(record.error) for record in league.records if record.end == "void"]
+    assert all("the engine refused" in error for error in errors)
+    assert league.registry.get("base").games == len(league.records) - len(errors)
 
 
 async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(tmp_path):
