@@ -25,12 +25,12 @@ from unstable_lite.games.players.scripted import legal_actions
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
 TICTACTOE = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, observation="board")
 Choice = Callable[[str, str], Sequence[str]]
-positions_of = cache(random_positions)
 
 
+@cache
 def probe_of(env: EvalEnvSpec, choose: Choice, games: int = 25, legal: float = 1.0) -> Probe:
     """Probe a policy that takes the chosen actions with total probability `legal`."""
-    positions, distributions = positions_of(env, games), {}
+    positions, distributions = random_positions(env, games), {}
     for position in positions:
         actions, chosen = legal_actions(env.env_id, position.observation), choose(env.env_id, position.observation)
         p_A = np.array([legal * (action in chosen) / len(chosen) for action in actions])
@@ -56,7 +56,7 @@ def test_blind_players_have_no_state_dependence_and_others_have(env, blind):
 
 @pytest.mark.parametrize("env", [NIM, TICTACTOE])
 def test_optimal_share_counts_only_positions_with_a_wrong_move(env):
-    positions = positions_of(env, 25)
+    positions = random_positions(env, 25)
     shares = [
         len(optimal_actions(env.env_id, p.observation)) / len(legal_actions(env.env_id, p.observation))
         for p in positions

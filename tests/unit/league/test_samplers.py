@@ -453,7 +453,6 @@ def test_invalid_weights_and_draws_from_nothing_are_refused(sampler, says):
     [
         (1, {}, "'none'"),
         (3, {}, "num_players = 2"),
-        (0, {}, "num_players = 2"),
         (1, {"opponent_sampling_strategy": "fixed", "fixed_opponents": []}, "fixed_opponents"),
         (1, {"opponent_sampling_strategy": {"fixed": 1}, "fixed_opponents": []}, "fixed_opponents"),
         (2, {"opponent_lag": [7, 1]}, "opponent_lag"),
@@ -464,7 +463,6 @@ def test_invalid_weights_and_draws_from_nothing_are_refused(sampler, says):
         (1, {"opponent_sampling_strategy": "miror"}, "did you mean 'mirror'"),
         (1, {"opponent_sampling_strategy": {"laged": 1}}, "did you mean 'lagged'"),
         (2, {"env_sampling_strategy": "uniform"}, "env_sampling_strategy"),
-        (2, {"env_sampling_strategy": "randm"}, "did you mean 'random'"),
         (1, {"opponent_sampling_strategy": {"mirror": 0}}, "the weight of 'mirror' is 0"),
         (1, {"opponent_sampling_strategy": {"pfsp": {"weight": True}}}, "the weight of 'pfsp' is True"),
         (1, {"opponent_sampling_strategy": {"pfsp": {"wieghting": "hard"}}}, "did you mean 'weighting'"),
