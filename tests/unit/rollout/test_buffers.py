@@ -100,7 +100,7 @@ def forgets_to_return(*_):
         (1.0, {"step_reward_transformation": forgets_to_return}, "forgets_to_return"),
     ],
 )
-def test_reward_that_is_no_finite_number_never_enters(buffer_class, reward, transforms, says):
+def test_reward_other_than_a_finite_number_never_enters(buffer_class, reward, transforms, says):
     buffer = buffer_class(10, **transforms)
     with pytest.raises(ConfigError, match=says):
         buffer.add_player_trajectory(make_trajectory(2, final_reward=reward))

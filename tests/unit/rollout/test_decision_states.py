@@ -1,8 +1,9 @@
-"""A player is asked in every decision state. How its answers are read: integration/evaluation/test_sampled.py."""
+"""A player is asked in every decision state, and its answers count as its games would read them."""
 
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.games.openspiel.players import solved
+from unstable_lite.games.openspiel.sampled_policy import SampledPolicy
 from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
@@ -32,16 +34,42 @@ def game_of(model: ModelRef, number: int = -1, **settings: Any) -> GameSpec:
     return new_game(env, [model] * 2, number, "eval", seed=0)
 
 
+async def answers_of(text: Callable[[str], str], samples: int = 2, **settings: Any) -> SampledPolicy:
+    """Return the counts of a policy whose answer is a function of its prompt."""
+
+    async def generate(prompt: str, *_: Any, **options: Any) -> Generation:
+        assert "sampling" not in options, "an evaluation's own sampling"
+        return make_generation([], text=text(prompt))
+
+    return await sample_policy(PlayerFactory(generate), game_of(POLICY, **settings), TREE, samples, concurrency=5)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "is_legal"),
+    [
+        ("\\boxed{{{}}}", True),
+        ("I hold a Queen. \\boxed{{[{}]}}", True),
+        ("<think>\\boxed{{nothing}}</think> \\boxed{{ [{}] }}", True),
+        ("\\boxed{{[{}] [{}]}}", False),
+        ("<think>\\boxed{{{}}}", False),
+        ("\\boxed{{resign}}", False),
+    ],
+)
+async def test_answer_counts_as_in_play(spelling: str, is_legal: bool) -> None:
+    found = await answers_of(lambda prompt: spelling.format(*[re.findall(r"\[(\w+)\]", prompt)[-2]] * 2))
+    expected = [1.0, 0.0, 0.0] if is_legal else [0.0, 0.0, 1.0]
+    assert all(half.tolist() == expected for counts in found.counts_2O for half in counts)
+
+
 @pytest.mark.parametrize("samples", [2, 7])
 async def test_each_half_of_each_state_has_its_answers(samples: int) -> None:
     asked: Counter[str] = Counter()
 
-    async def generate(prompt: str, *_: Any, **options: Any) -> Generation:
-        assert "sampling" not in options, "an evaluation's own sampling"
+    def answer(prompt: str) -> str:
         asked[prompt] += 1
-        return make_generation([], text="\\boxed{nothing}")
+        return "\\boxed{nothing}"
 
-    found = await sample_policy(PlayerFactory(generate), game_of(POLICY, temperature=0), TREE, samples, concurrency=5)
+    found = await answers_of(answer, samples, temperature=0)
     assert found.num_answers == 12 * samples and set(asked.values()) == {samples} and len(asked) == 12
     for counts in found.counts_2O:
         assert counts.sum(1).tolist() == [(samples + 1) // 2, samples // 2]
