@@ -52,13 +52,10 @@ def test_live_line_shows_current_values_and_disappears_at_the_end():
     terminal.say("a line that stays")
     terminal.stop()
     assert re.fullmatch(r"\d\d:\d\d:\d\d  a line that stays", screen(terminal))
-
-
-def test_last_update_metrics_are_shown_if_no_newer_ones_exist():
     terminal = TerminalInterface(console(True), unit="pair")
     terminal.start(20)
     terminal.show_update(4, 20, "left out 3")
-    assert "4/20" in refresh(terminal) and "left out 3" in refresh(terminal)
+    assert "4/20" in refresh(terminal) and "left out 3" in refresh(terminal), "there is nothing newer"
     terminal.stop()
 
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ TICTACTOE = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, observation=
 Choice = Callable[[str, str], Sequence[str]]
 
 
+@cache
 def probe_of(env: EvalEnvSpec, choose: Choice, games: int = 25, legal: float = 1.0) -> Probe:
     """Probe a policy that takes the chosen actions with total probability `legal`."""
     positions, distributions = random_positions(env, games), {}

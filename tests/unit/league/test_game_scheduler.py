@@ -145,21 +145,6 @@ def test_training_seats_are_shuffled_evenly_and_get_their_own_opponents():
     assert {"ckpt-1", "fixed-x", "fixed-y"} in mixed
 
 
-# groups
-
-
-def test_games_of_a_group_differ_only_in_their_number():
-    scheduler, alone = make_scheduler(group_size=3), make_scheduler()
-    seen = set()
-    for _ in range(3):
-        group = scheduler.next_train_group()
-        seen |= {spec.game_idx for spec in group} | {scheduler.next_eval_job().game_idx}
-        assert {spec.group_idx for spec in group} == {group[0].game_idx}
-        assert len({(spec.seed, spec.agent_specs, spec.env_id, spec.max_turns) for spec in group}) == 1
-    assert seen == set(range(12))
-    assert alone.next_train_group() == [make_scheduler().next_train_job()]
-
-
 # evaluation games
 
 
@@ -238,15 +223,17 @@ def test_seeds_of_training_and_evaluation_never_overlap(run_seed, train_number, 
     assert 0 <= train < 2**31 and 0 <= evaluation < 2**31
 
 
-@given(st.lists(st.booleans(), max_size=30))
-def test_games_are_numbered_uniquely_and_seeded_per_kind(is_eval):
-    scheduler, only_train, only_eval = make_scheduler(), make_scheduler(), make_scheduler()
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 3))
+def test_games_are_numbered_uniquely_and_seeded_per_kind_and_group(is_eval, group_size):
+    scheduler, only_train, only_eval = (make_scheduler(group_size=group_size) for _ in range(3))
     specs = []
     for evaluate in is_eval:
-        specs.append(scheduler.next_eval_job() if evaluate else scheduler.next_train_job())
-        twin = only_eval.next_eval_job() if evaluate else only_train.next_train_job()
-        assert specs[-1].seed == twin.seed
-        assert specs[-1].agent_specs == twin.agent_specs
+        group = [scheduler.next_eval_job()] if evaluate else scheduler.next_train_group()
+        twin = only_eval.next_eval_job() if evaluate else only_train.next_train_group()[0]
+        for spec in group:
+            assert (spec.seed, spec.agent_specs, spec.env_id) == (twin.seed, twin.agent_specs, twin.env_id)
+            assert spec.group_idx == (group[0].game_idx if group_size > 1 and not evaluate else None)
+        specs += group
     assert [spec.game_idx for spec in specs] == list(range(len(specs)))
 
 
@@ -265,42 +252,28 @@ def test_same_run_seed_gives_the_same_games_with_any_global_stream():
 # results
 
 
-def test_training_and_evaluation_games_are_rated():
-    scheduler = make_scheduler()
-    for spec in (scheduler.next_train_job(), scheduler.next_eval_job()):
-        rewards = [-1.0, -1.0]
-        rewards[policy_seat(spec)] = 1.0
-        scheduler.update(make_record(spec, rewards))
-        assert scheduler.registry.get("ckpt-1").ratings[spec.env_id].mu > 25
-
-
-def test_evaluation_games_do_not_change_the_weights_of_pfsp():
-    scheduler = make_scheduler("pfsp")
-    for score in (1.0, -1.0):
-        spec = scheduler.next_train_job()
-        scheduler.update(make_record(spec, [score, -score]))
-    before = scheduler._model_sampler.state_dict()["results"]
-    assert before
-    for _ in range(50):
-        spec = scheduler.next_eval_job()
-        scheduler.update(make_record(spec, [1.0, -1.0]))
-    assert scheduler._model_sampler.state_dict()["results"] == before
-
-
 class Recording(UniformRandomEnvSampler):
     def update(self, env_id, avg_actor_reward, avg_opponent_reward):
         self.seen = (env_id, avg_actor_reward, avg_opponent_reward)
 
 
-def test_env_sampler_gets_the_results_of_training_games_alone():
-    for num_players, num_actors, expected in ((3, 2, ("T", 1.0, -1.0)), (2, 2, ("T", 1.0, None))):
-        train = [make_train_env(num_players, num_actors)]
-        scheduler = make_scheduler(train=train, env_sampler=Recording)
-        scheduler.update(make_record(scheduler.next_eval_job(), [1.0, -1.0]))
-        assert not hasattr(scheduler._env_sampler, "seen")
-        spec = scheduler.next_train_job()
-        scheduler.update(make_record(spec, [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]))
-        assert scheduler._env_sampler.seen == expected
+@pytest.mark.parametrize(
+    ("num_players", "num_actors", "expected"), [(3, 2, ("T", 1.0, -1.0)), (2, 2, ("T", 1.0, None))]
+)
+def test_training_and_evaluation_games_are_rated_and_only_training_games_change_samplers(
+    num_players, num_actors, expected
+):
+    scheduler = make_scheduler("pfsp", train=[make_train_env(num_players, num_actors)], env_sampler=Recording)
+    spec = scheduler.next_eval_job()
+    scheduler.update(make_record(spec, [1.0 if pid == policy_seat(spec) else -1.0 for pid in range(2)]))
+    rating = scheduler.registry.get("ckpt-1").ratings
+    assert rating["V"].mu > 25
+    assert not hasattr(scheduler._env_sampler, "seen") and not scheduler._model_sampler.state_dict()["results"]
+    spec = scheduler.next_train_job()
+    scheduler.update(make_record(spec, [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]))
+    assert scheduler._env_sampler.seen == expected
+    is_rated, met = "T" in rating and rating["T"].mu > 25, scheduler._model_sampler.state_dict()["results"]["T"]
+    assert is_rated == bool(met) == (num_players > num_actors), "a game against itself says nothing"
 
 
 class Old(BaseModelSampler):

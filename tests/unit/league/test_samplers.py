@@ -2,6 +2,7 @@ import math
 import random
 import tomllib
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from unstable_lite.tracking.run_directory import to_toml
 
 TRAIN = [TrainEnvSpec(env_id=env_id, num_players=2, num_actors=2) for env_id in "ABC"]
 EVAL = [EvalEnvSpec(env_id=env_id, num_players=2) for env_id in "XY"]
+MIXTURE = samplers.MixtureModelSampler
 
 
 def make_registry(num_checkpoints=0, fixed=()):
@@ -64,6 +66,8 @@ def test_envs_are_drawn_by_weight_or_in_turn_and_apart_from_evaluations():
     assert {sampler.sample("train").num_players for _ in range(100)} == {1, 2, 3}
     sampler = samplers.RoundRobinEnvSampler(TRAIN)
     assert [sampler.sample("train").env_id for _ in range(4)] == ["A", "B", "C", "A"]
+    with pytest.raises(ConfigError, match="eval_envs"):
+        sampler.sample("eval")
 
 
 def make_curriculum(**options):
@@ -115,14 +119,6 @@ def test_curriculum_is_a_distribution_that_includes_every_env(games, min_share):
 # models
 
 
-def test_mirror_is_always_the_current_policy():
-    registry = make_registry(1)
-    sampler = samplers.MirrorModelSampler(registry, random.Random(0))
-    assert sampler.sample_opponent("A").uid == sampler.get_current_ckpt() == "ckpt-1"
-    registry.add_policy("ckpt-2", 2, 2)
-    assert sampler.sample_opponent("A").uid == "ckpt-2"
-
-
 @pytest.mark.parametrize(
     ("updates", "lag_range", "inactive", "expected"),
     [
@@ -148,16 +144,19 @@ def test_lagged_opponents_come_from_the_window(updates, lag_range, inactive, exp
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("mirror", {"ckpt-3"}),
         ("fixed", {"fixed-x", "fixed-y"}),
         ("uniform", {"base", "ckpt-2", "ckpt-3"}),
         ("random", {"base", "ckpt-2", "ckpt-3", "fixed-x", "fixed-y"}),
     ],
 )
 def test_active_models_of_the_right_kinds_are_drawn_uniformly(name, expected):
-    registry = make_registry(3, fixed=["x", "y"])
+    registry = make_registry(2, fixed=["x", "y"])
+    sampler = MODEL_SAMPLERS[name](registry, random.Random(0))
+    registry.add_policy("ckpt-3", 3, 3)
     registry.add_fixed("judge", active=False)
     registry.set_active("ckpt-1", False)
-    counts = drawn(MODEL_SAMPLERS[name](registry, random.Random(0)), 3000)
+    counts = drawn(sampler, 3000)
     assert set(counts) == expected
     assert all(count == pytest.approx(3000 / len(expected), abs=150) for count in counts.values())
 
@@ -283,19 +282,13 @@ def test_pfsp_hard_prefers_stronger_and_even_equal_opponents(games):
     assert even == pytest.approx([rate * (1 - rate) for rate in rates])
 
 
-@pytest.mark.parametrize("weights", [[], [0.0], [1.0, 1.0]])
-def test_mixture_needs_one_positive_weight_per_part(weights):
-    registry, rng = make_registry(), random.Random(0)
-    with pytest.raises(ConfigError, match="weight"):
-        samplers.MixtureModelSampler(registry, rng, [samplers.MirrorModelSampler(registry, rng)], weights)
-
-
 # by name
 
 
 def test_strategy_table_sets_weights_and_options():
     strategy = {"mirror": 3, "pfsp": {"weight": 1, "prior_games": 8.0, "weighting": "even"}, "lagged": {}}
-    lagged = make_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3])
+    lagged = make_config(1, opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3])
+    assert check_league(lagged) == []
     assert set(drawn(build_model_sampler(lagged, make_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
     config = make_config(opponent_sampling_strategy=strategy, fixed_opponents=[])
     mixture = build_model_sampler(config, make_registry(1), random.Random(0))
@@ -312,49 +305,44 @@ def test_strategy_table_sets_weights_and_options():
         ({"learning-progress": {"min_share": 0.5}}, "learning-progress"),
     ],
 )
-def test_strategies_are_found_by_name_and_survive_toml(strategy, name):
+def test_strategies_are_found_by_name_survive_toml_and_have_no_problem(strategy, name):
     opponents = {f"{__name__}:Oldest": 0.5, "pfsp": {"weight": 0.5}}
     config = make_config(env_sampling_strategy=strategy, opponent_sampling_strategy=opponents)
     again = Config.model_validate(tomllib.loads(to_toml(config.model_dump(mode="json"))))
     assert again == config
+    assert check_league(config) == []
     sampler = build_env_sampler(again)
     assert type(sampler) is samplers.ENV_SAMPLERS[name]
     assert sampler.sample("train").env_id == "A"
 
 
-def test_fixed_opponents_are_registered_only_if_they_may_play():
-    registry = make_registry()
-    build_model_sampler(make_config(1, opponent_sampling_strategy="mirror"), registry, random.Random(0))
-    assert registry.fixed("A") == []
-    config = make_config(1, opponent_sampling_strategy="fixed", fixed_opponents=["x"])
-    build_model_sampler(config, registry, random.Random(0))
-    assert [meta.name for meta in registry.fixed("A")] == ["x"]
+def sampler_of_two_envs(strategy, fixed_opponents=("x", "y")):
+    config = make_config(1, opponent_sampling_strategy=strategy, fixed_opponents=fixed_opponents)
+    (env,) = config.train_envs
+    envs = (env, env.model_copy(update={"env_id": "B", "fixed_opponents": ("y", "base")}))
+    return build_model_sampler(config.model_copy(update={"train_envs": envs}), make_registry(), random.Random(0))
 
 
-def make_two_envs(strategy, **league):
-    envs = [
-        {"env_id": "A", "num_players": 2, "num_actors": 1},
-        {"env_id": "B", "num_players": 2, "num_actors": 1, "fixed_opponents": ["y", "base"]},
-    ]
-    return Config.model_validate(
-        {
-            "train_envs": envs,
-            "league": {"opponent_sampling_strategy": strategy, "fixed_opponents": ["x", "y"], **league},
-        }
-    )
-
-
-@pytest.mark.parametrize("strategy", ["fixed", "random", "pfsp", "match-quality", "ts-dist", "ts-dist-biased"])
-def test_each_env_draws_only_its_own_fixed_opponents(strategy):
-    registry = make_registry()
-    sampler = build_model_sampler(make_two_envs(strategy), registry, random.Random(0))
-    of_env = {env_id: {sampler.sample_opponent(env_id).uid for _ in range(300)} - {"base"} for env_id in "AB"}
-    assert of_env == {"A": {"fixed-x", "fixed-y"}, "B": {"fixed-y", "fixed-base"}}
+@pytest.mark.parametrize(
+    ("strategy", "of_a", "of_b"),
+    [
+        *(
+            (strategy, {"fixed-x", "fixed-y"}, {"fixed-y", "fixed-base"})
+            for strategy in ("fixed", "random", "pfsp", "match-quality", "ts-dist", "ts-dist-biased")
+        ),
+        ("mirror", set(), set()),
+    ],
+)
+def test_each_env_draws_only_its_own_fixed_opponents_if_any(strategy, of_a, of_b):
+    sampler = sampler_of_two_envs(strategy)
+    of_env = [{sampler.sample_opponent(env_id).uid for _ in range(300)} - {"base"} for env_id in "AB"]
+    registered = [{meta.uid for meta in sampler.registry.fixed(env_id)} for env_id in "AB"]
+    assert of_env == registered == [of_a, of_b]
 
 
 def test_results_of_one_env_do_not_change_pfsp_in_another():
-    registry = make_registry()
-    sampler = build_model_sampler(make_two_envs("pfsp"), registry, random.Random(0))
+    sampler = sampler_of_two_envs("pfsp")
+    registry = sampler.registry
     for _ in range(50):
         for uids, score in (({0: "base", 1: "fixed-y"}, 1.0), ({0: "base", 1: "fixed-x"}, -1.0)):
             sampler.update(uids, {0: score, 1: -score}, "A")
@@ -367,8 +355,8 @@ def test_results_of_one_env_do_not_change_pfsp_in_another():
 
 @pytest.mark.parametrize("strategy", ["match-quality", "ts-dist", "ts-dist-biased"])
 def test_samplers_by_rating_use_the_rating_of_the_env(strategy):
-    registry = make_registry()
-    sampler = build_model_sampler(make_two_envs(strategy, fixed_opponents=["y", "z"]), registry, random.Random(0))
+    sampler = sampler_of_two_envs(strategy, ("y", "z"))
+    registry = sampler.registry
     registry.get("base").ratings["A"] = registry.get("fixed-z").ratings["A"] = Rating(25.0, 1.0)
     registry.get("fixed-y").ratings["A"] = Rating(60.0, 1.0)
     metas = [registry.get("fixed-y"), registry.get("fixed-z")]
@@ -385,14 +373,6 @@ class OldOpponent(samplers.BaseModelSampler):
 class OldWeights(samplers.WeightedModelSampler):
     def weights(self, current, others):
         return [1.0 for _ in others]
-
-
-@pytest.mark.parametrize(("name", "says"), [("OldOpponent", "(self, env_id: str)"), ("OldWeights", "env_id: str)")])
-def test_sampler_that_does_not_take_the_env_is_refused_with_the_arguments(name, says):
-    (problem,) = check_league(make_config(1, opponent_sampling_strategy=f"{__name__}:{name}", fixed_opponents=["x"]))
-    assert name in problem and says in problem
-    with pytest.raises(ConfigError, match="env_id"):
-        globals()[name](make_registry(), random.Random(0))
 
 
 class Oldest(samplers.BaseModelSampler):
@@ -432,49 +412,40 @@ class TakesNoEnvs(samplers.BaseEnvSampler):
         ("env", "TakesNoEnvs", "too many positional arguments"),
         ("opponent", "NoSampler", "unstable_lite.samplers.BaseModelSampler"),
         ("opponent", "Undecided", "sample_opponent"),
+        ("opponent", "OldOpponent", "(self, env_id: str)"),
+        ("opponent", "OldWeights", "env_id: str)"),
     ],
 )
 def test_custom_sampler_that_cannot_draw_is_refused_before_the_run(key, name, message):
     league = {"opponent_sampling_strategy": "mirror", f"{key}_sampling_strategy": f"{__name__}:{name}"}
-    (problem,) = check_league(make_config(1, **league))
-    assert message in problem
+    (problem,) = check_league(make_config(1, fixed_opponents=["x"], **league))
+    assert name in problem and message in problem
 
 
-@pytest.mark.parametrize("weights", [[math.nan, 1.0], [-1.0, 3.0], [1.0]])
-def test_invalid_weights_are_refused(weights):
-    class Odd(samplers.WeightedModelSampler):
-        def weights(self, current, others, env_id):
-            return weights
+class Odd(samplers.WeightedModelSampler):
+    def __init__(self, registry, rng, given):
+        super().__init__(registry, rng)
+        self.given = given
 
-    with pytest.raises(ConfigError, match="2 opponents"):
-        Odd(make_registry(fixed=["x", "y"]), random.Random(0)).sample_opponent("A")
+    def weights(self, current, others, env_id):
+        return self.given
 
 
 @pytest.mark.parametrize(
-    ("draw", "says"),
+    ("sampler", "says"),
     [
-        (lambda: samplers.UniformRandomEnvSampler(TRAIN).sample("eval"), "eval_envs"),
-        (lambda: samplers.NoOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent("A"), "'none'"),
-        (
-            lambda: samplers.FixedOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent("A"),
-            "fixed_opp",
-        ),
+        *((partial(Odd, given=weights), "2 opponents") for weights in ([math.nan, 1.0], [-1.0, 3.0], [1.0])),
+        *((partial(MIXTURE, samplers=["one"], weights=weights), "weight") for weights in ([], [0.0], [1.0, 1.0])),
+        (samplers.NoOpponentModelSampler, "'none'"),
+        (samplers.FixedOpponentModelSampler, "fixed_opp"),
     ],
 )
-def test_draw_from_nothing_is_a_clear_error(draw, says):
+def test_invalid_weights_and_draws_from_nothing_are_refused(sampler, says):
     with pytest.raises(ConfigError, match=says):
-        draw()
+        sampler(make_registry(2), random.Random(0)).sample_opponent("A")
 
 
 # check
-
-
-@pytest.mark.parametrize(
-    "strategy", ["mirror", "fixed", "lagged", "pfsp", {"mirror": 0.6, "lagged": 0.3, "fixed": 0.1}]
-)
-@pytest.mark.parametrize("num_actors", [1, 2])
-def test_valid_league_has_no_problems(strategy, num_actors):
-    assert check_league(make_config(num_actors, opponent_sampling_strategy=strategy)) == []
 
 
 @pytest.mark.parametrize(
@@ -482,7 +453,6 @@ def test_valid_league_has_no_problems(strategy, num_actors):
     [
         (1, {}, "'none'"),
         (3, {}, "num_players = 2"),
-        (0, {}, "num_players = 2"),
         (1, {"opponent_sampling_strategy": "fixed", "fixed_opponents": []}, "fixed_opponents"),
         (1, {"opponent_sampling_strategy": {"fixed": 1}, "fixed_opponents": []}, "fixed_opponents"),
         (2, {"opponent_lag": [7, 1]}, "opponent_lag"),
@@ -493,7 +463,6 @@ def test_valid_league_has_no_problems(strategy, num_actors):
         (1, {"opponent_sampling_strategy": "miror"}, "did you mean 'mirror'"),
         (1, {"opponent_sampling_strategy": {"laged": 1}}, "did you mean 'lagged'"),
         (2, {"env_sampling_strategy": "uniform"}, "env_sampling_strategy"),
-        (2, {"env_sampling_strategy": "randm"}, "did you mean 'random'"),
         (1, {"opponent_sampling_strategy": {"mirror": 0}}, "the weight of 'mirror' is 0"),
         (1, {"opponent_sampling_strategy": {"pfsp": {"weight": True}}}, "the weight of 'pfsp' is True"),
         (1, {"opponent_sampling_strategy": {"pfsp": {"wieghting": "hard"}}}, "did you mean 'weighting'"),

@@ -8,7 +8,7 @@ from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes import game_records
 from fakes.game_records import BASE, Observer, make_record
-from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, length_class, spread_of, turn_spread_of
+from unstable_lite.rollout.back_pressure import InFlight, spread_of, turn_spread_of
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.types import GameSpec
@@ -18,20 +18,16 @@ def make_spec(game_idx: int, env_id: str = "E", seats: int = 2) -> GameSpec:
     return game_records.make_spec(BASE, BASE, trained=range(seats), game_idx=game_idx, env_id=env_id, max_turns=50)
 
 
-def test_games_in_flight_count_by_env_and_collected_seats():
+def test_games_in_flight_count_by_env_and_collected_seats_and_lengths_are_learnt_in_starting_order():
     in_flight = InFlight(10, 10, 8, {"E": 3.0, "F": 10.0})
     in_flight.begin(make_spec(0))
     in_flight.begin(make_spec(1, "F", seats=1))
     assert in_flight.steps == 2 * 3.0 + 10.0
     in_flight.end(1, 4)
     assert in_flight.steps == 2 * 3.0
-    assert len(in_flight) == 1
     in_flight = InFlight(10, 10, 8, {})
     in_flight.begin(make_spec(0))
     assert in_flight.steps == 50
-
-
-def test_game_lengths_are_learnt_in_starting_order():
     in_flight = InFlight(10, 10, 8, {"E": 3.0})
     for game_idx in range(101):
         in_flight.begin(make_spec(game_idx))
@@ -42,53 +38,31 @@ def test_game_lengths_are_learnt_in_starting_order():
     assert in_flight.steps == pytest.approx(2 * 1.0, abs=0.2)
 
 
-def test_spread_is_long_over_mean_lifetime_without_the_top_percent():
-    assert spread_of([(10, 5)] * 20) == 1.0
-    assert spread_of([(6, 6)] * 50 + [(30, 30)] * 50) == pytest.approx(30 / 18)
-    rare = [(10, 10)] * 10_000 + [(200, 200)] * 3
-    assert spread_of(rare) == pytest.approx(1.0, abs=0.01)
-
-
-def test_limit_grows_with_allowed_age_and_shrinks_with_spread():
-    for max_age, spread, limit in ((8, 1.0, 700), (8, 2.0, 350), (1, 2.0, 0)):
-        in_flight = InFlight(100, 100, max_age, {})
-        in_flight.spread = spread
-        assert in_flight.limit == limit
-
-
-def test_step_ages_from_its_own_turn_if_turns_have_different_versions():
-    assert list(ages_by_turn([(8.0, 4)])) == [(8.0, 1), (6.0, 1), (4.0, 1), (2.0, 1)]
-    (*_, (youngest, steps)) = ages_by_turn([(100.0, 1000)])
-    assert (youngest, steps) == (100 / 16, 1000 / 16), "sixteen ages represent a long game"
-    mixed = [(6.0, 6)] * 50 + [(30.0, 30)] * 50
-    assert spread_of(mixed, ages_by_turn(mixed)) == spread_of(mixed), "a first turn is as old as its game"
-    rare = [(10.0, 10)] * 950 + [(200.0, 200)]
-    assert spread_of(rare, ages_by_turn(rare)) < 0.6 * spread_of(rare), "only its first turns are old"
+@pytest.mark.parametrize(
+    ("max_age", "lifetimes", "limit"),
+    [
+        pytest.param(8, [(10, 5)] * 20, 700, id="games of one length"),
+        pytest.param(8, [(6, 6)] * 50 + [(30, 30)] * 50, 700 * 18 / 30, id="long over mean lifetime"),
+        pytest.param(8, [(10, 10)] * 10_000 + [(200, 200)] * 3, 700, id="without the top percent"),
+        pytest.param(1, [(10, 5)] * 20, 0, id="no game in flight during an update"),
+    ],
+)
+def test_limit_grows_with_allowed_age_and_shrinks_with_the_spread_of_lifetimes(max_age, lifetimes, limit):
+    in_flight = InFlight(100, 100, max_age, {})
+    in_flight.set_spreads(lifetimes)
+    assert in_flight.limit == pytest.approx(limit, rel=0.01)
 
 
 def test_slots_limit_the_length_of_turns_instead_of_games():
-    by_game, by_turn = InFlight(100, 100, 1, {}), InFlight(100, 100, 8, {}, max_turn_age=1)
-    for in_flight in (by_game, by_turn):
-        in_flight.set_spreads([(20.0, 10)] * 100)
-    assert by_game.limit == 0
+    by_turn = InFlight(100, 100, 8, {}, max_turn_age=1)
+    rare = [(10.0, 10)] * 950 + [(200.0, 200)]
+    by_turn.set_spreads(rare)
+    assert by_turn.spread < 0.6 * spread_of(rare), "only the first turns of a long game are old"
+    by_turn.set_spreads([(20.0, 10)] * 100)
     assert turn_spread_of([(20.0, 1)] * 100) == turn_spread_of([(0.0, 1)]) == turn_spread_of([(0.0, 0)]) == 2.0
     assert by_turn.limit == pytest.approx(100 / 0.2), "a turn takes up to a fifth of a game's lifetime"
     by_turn.set_spreads([(20.0, 1)] * 100)
     assert by_turn.limit == pytest.approx(100 / 2), "as short as slots require, although steps may be older"
-
-
-@pytest.mark.parametrize("max_age", [0, 1, 8])
-def test_game_may_start_whenever_the_learner_would_lack_steps(max_age):
-    in_flight = InFlight(1000, 1500, max_age, {"E": 3.0})
-    assert all(in_flight.has_room(held) for held in range(0, 1500, 100))
-    assert not in_flight.has_room(10_000)
-
-
-def test_classes_of_game_length_have_plain_names():
-    named = {turns: length_class(turns) for turns in (1, 4, 5, 16, 17, 64, 65, 200)}
-    assert list(named.values()) == [
-        "1-4 turns", "1-4 turns", "5-8 turns", "9-16 turns", "17-32 turns", "33-64 turns", "65+ turns", "65+ turns",
-    ]  # fmt: skip
 
 
 async def test_cancelled_waiter_for_room_passes_its_turn_on():

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fakes.game_records import make_generation
 from fakes.openai_server import Answer, chat_reply, serving
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig
 from unstable_lite.errors import OpponentError
@@ -19,7 +19,7 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.sampled_policy import SampledPolicy, sample_policy
-from unstable_lite.types import Generation, ModelRef
+from unstable_lite.types import GameSpec, Generation, ModelRef
 
 pytest.importorskip("pyspiel")
 
@@ -28,21 +28,9 @@ TREE = flatten(KUHN)
 POLICY = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 
 
-def game_of(model: ModelRef, **settings: Any) -> Any:
+def game_of(model: ModelRef, number: int = -1, **settings: Any) -> GameSpec:
     env = EvalEnvSpec(env_id=KUHN, num_players=2, prompt_template="tiny", **settings)
-    return new_game(env, [model] * 2, -1, "eval", seed=0)
-
-
-def generation(text: str) -> Generation:
-    empty = np.zeros(0)
-    return Generation(
-        prompt_ids=empty.astype(np.int32),
-        completion_ids=empty.astype(np.int32),
-        logprobs=empty.astype(np.float32),
-        text=text,
-        finish_reason="stop",
-        adapter_version=1,
-    )
+    return new_game(env, [model] * 2, number, "eval", seed=0)
 
 
 async def answers_of(text: Callable[[str], str], samples: int = 2, **settings: Any) -> SampledPolicy:
@@ -50,13 +38,9 @@ async def answers_of(text: Callable[[str], str], samples: int = 2, **settings: A
 
     async def generate(prompt: str, *_: Any, **options: Any) -> Generation:
         assert "sampling" not in options, "an evaluation's own sampling"
-        return generation(text(prompt))
+        return make_generation([], text=text(prompt))
 
     return await sample_policy(PlayerFactory(generate), game_of(POLICY, **settings), TREE, samples, concurrency=5)
-
-
-def first_legal(prompt: str) -> str:
-    return re.findall(r"\[(\w+)\]", prompt)[-2]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +55,7 @@ def first_legal(prompt: str) -> str:
     ],
 )
 async def test_answer_counts_as_in_play(spelling: str, is_legal: bool) -> None:
-    found = await answers_of(lambda prompt: spelling.format(*[first_legal(prompt)] * 2))
+    found = await answers_of(lambda prompt: spelling.format(*[re.findall(r"\[(\w+)\]", prompt)[-2]] * 2))
     expected = [1.0, 0.0, 0.0] if is_legal else [0.0, 0.0, 1.0]
     assert all(half.tolist() == expected for counts in found.counts_2O for half in counts)
 
@@ -106,13 +90,11 @@ async def test_requests_of_a_run_in_lock_step_have_seeds_of_their_own_and_repeat
         async def generate(_prompt: str, _version: int, _stop: Any, seed: int) -> Generation:
             await asyncio.sleep(0)
             seeds.append(seed)
-            return generation("")
+            return make_generation([])
 
         lock_step = LockStep(generate)
         seats = PlayerFactory(lock_step.generate, sampling_seed=1)
-        env = EvalEnvSpec(env_id=KUHN, num_players=2, prompt_template="tiny")
-        game = new_game(env, [POLICY] * 2, -1 - 36 * update, "eval", seed=0)
-        await sample_policy(seats, game, TREE, 3, 5, lock_step)
+        await sample_policy(seats, game_of(POLICY, -1 - 36 * update), TREE, 3, 5, lock_step)
         return seeds
 
     first, again, later = [await seeds_at(update) for update in (0, 0, 1)]

@@ -1,6 +1,5 @@
 """Groups of one deal with the policy at each seat in turn."""
 
-from collections import defaultdict
 from statistics import fmean, pvariance
 
 import pytest
@@ -11,9 +10,9 @@ from unstable_lite.config import Config
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import make_buffer
-from unstable_lite.reward_transformations.group import SeatReward, across_seats, leave_one_out
+from unstable_lite.reward_transformations.group import SeatReward, across_seats
 from unstable_lite.rollout.buffer import StepBuffer
-from unstable_lite.types import GameRecord, Step
+from unstable_lite.types import GameRecord
 
 OF_CARDS = 1.0 / 2.109375
 """Share of the variance of the reward that the cards decide if both players of Kuhn poker are random, from its tree."""
@@ -22,22 +21,19 @@ OF_SEAT = 0.63
 stream follows from the game's seed and its seat (measured over 8,000 games)."""
 
 
-def config(group_size: int, **env: object) -> Config:
-    return group_config(group_size, {"reward_scale": 1.0} | env, {"group_baseline": "duplicate"})
+def config(group_size: int, baseline: str = "duplicate") -> Config:
+    return group_config(group_size, {"reward_scale": 1.0}, {"group_baseline": baseline})
 
 
-async def play(scheduler: GameScheduler, factory: PlayerFactory, groups: int) -> list[GameRecord]:
-    return [await played(spec, factory) for _ in range(groups) for spec in scheduler.next_train_group()]
-
-
-async def compared(group_size: int, groups: int) -> list[Step]:
-    of = config(group_size)
+def buffer_of(of: Config) -> StepBuffer:
     buffer = make_buffer(of)
     assert isinstance(buffer, StepBuffer)
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), groups):
-        buffer.add_game(record)
-    assert buffer.group_counts["whole"] == groups
-    return await buffer.get_batch(buffer.size(), 1)
+    return buffer
+
+
+async def play(scheduler: GameScheduler, groups: int) -> list[GameRecord]:
+    factory = PlayerFactory(RandomPolicy(KUHN, 1).generate)
+    return [await played(spec, factory) for _ in range(groups) for spec in scheduler.next_train_group()]
 
 
 async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats():
@@ -59,7 +55,7 @@ async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats(
             assert all(agent.collect_data == (agent.model.uid == "ckpt-1") for agent in spec.agent_specs)
     assert len(seeds) == 10
     first_cards = set()
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 0).generate), 1):
+    for record in await play(scheduler_of(of), 1):
         first_cards.add(next(line for line in record.turns[0].observation.splitlines() if " card: " in line))
     assert len(first_cards) == 1
 
@@ -74,35 +70,31 @@ def test_advantage_is_the_reward_plus_the_mean_at_the_other_seat():
     assert across_seats(mirror[:2]) == [None, None]
 
 
-@pytest.mark.parametrize("group_size", [2, 8])
-async def test_luck_of_the_deal_cancels(group_size):
-    steps = await compared(group_size, 3200 // group_size)
-    of_game = {step.step_info["game_idx"]: step for step in steps}.values()
+@pytest.mark.parametrize(
+    ("baseline", "group_size", "share"),
+    [
+        pytest.param("duplicate", 2, 1 + 1 - 2 * OF_CARDS, id="one partner"),
+        pytest.param("duplicate", 8, 1 + (1 + 3 * OF_SEAT) / 4 - 2 * OF_CARDS, id="four partners"),
+        # Games at the own seat cancel the deal and the opponent's draws, and a group of one seat has more of them.
+        pytest.param("rloo", 8, (1 - OF_SEAT) * (1 + 1 / 7), id="leaving one out has a smaller variance"),
+    ],
+)
+async def test_luck_of_the_deal_cancels(baseline, group_size, share):
+    of, groups = config(group_size, baseline), 3200 // group_size
+    buffer = buffer_of(of)
+    for record in await play(scheduler_of(of), groups):
+        buffer.add_game(record)
+    assert buffer.group_counts["whole"] == groups
+    of_game = {step.step_info["game_idx"]: step for step in await buffer.get_batch(buffer.size(), 1)}.values()
     plain, advantage = (
         pvariance(values) for values in zip(*((s.step_info["env_reward"], s.reward) for s in of_game), strict=True)
     )
-    partners = group_size // 2
-    expected = 1 + (1 + (partners - 1) * OF_SEAT) / partners - 2 * OF_CARDS
-    assert advantage / plain == pytest.approx(expected, abs=0.08)
-    assert group_size == 2 or advantage < plain  # one partner alone needs more than half of the variance in the cards
-
-
-async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate():
-    """Games at the own seat cancel the deal and the opponent's draws, and a group of one seat has more of them."""
-    of = config(8).model_copy(update={"rewards": config(8).rewards.model_copy(update={"group_baseline": "rloo"})})
-    rewards = defaultdict(list)
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 300):
-        rewards[record.spec.group_idx].append(record.trajectories[0].final_reward)
-    advantages = [advantage for group in rewards.values() for advantage in leave_one_out(group)]
-    plain = pvariance([reward for group in rewards.values() for reward in group])
-    assert pvariance(advantages) / plain == pytest.approx((1 - OF_SEAT) * (1 + 1 / 7), abs=0.07)
+    assert advantage / plain == pytest.approx(share, abs=0.07)
 
 
 async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_out():
     of = config(4)
-    buffer = make_buffer(of)
-    assert isinstance(buffer, StepBuffer)
-    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 2)
+    buffer, records = buffer_of(of), await play(scheduler_of(of), 2)
     first, second = records[:4], records[4:]
     for record in (first[1], second[0], second[2]):
         record.end, record.trajectories = "void", []
@@ -124,9 +116,7 @@ async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_ou
 async def test_equal_results_at_each_seat_give_advantage_zero():
     """A policy that always loses learns nothing, although its losses at both seats do not cancel."""
     of = config(2)
-    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 40)
-    buffer = make_buffer(of)
-    assert isinstance(buffer, StepBuffer)
+    buffer, records = buffer_of(of), await play(scheduler_of(of), 40)
 
     async def batch(records: list[GameRecord], reward: float) -> set[float]:
         for record in records:

@@ -2,9 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_collector import EVAL, MIRROR, TICTACTOE, League, answer
@@ -19,7 +20,7 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import UniformRandomEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
-from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
+from unstable_lite.rollout.collector import LockStep, leased_newest
 from unstable_lite.tracking.records import record_to_json, transcript
 from unstable_lite.types import GameRecord, Generation, ModelRef
 
@@ -61,11 +62,8 @@ class Turns(League):
     def __init__(self, tmp_path: Path, env: TrainEnvSpec = MIRROR, policy: str = "turn") -> None:
         super().__init__(tmp_path, env=env)
         self.engine = Engine()
-        newest = partial(leased_newest, self.registry, self.table) if policy == "turn" else None
-        self.seats = PlayerFactory(self.engine.generate, newest=newest)
-        self.collector = Collector(
-            self.scheduler, self.buffer, self.seats, self.table, self.collector._config, [self.records]
-        )
+        self.newest = partial(leased_newest, self.registry, self.table)
+        self.use(PlayerFactory(self.engine.generate, newest=self.newest if policy == "turn" else None))
         self.publish(1)
         self._task: asyncio.Task[None] | None = None
 
@@ -101,25 +99,41 @@ class Turns(League):
 
 
 @pytest.fixture
-async def league(tmp_path: Path) -> AsyncIterator[Turns]:
-    made = Turns(tmp_path)
-    yield made
-    await made.cancel()
+async def make_league(tmp_path: Path) -> AsyncIterator[Callable[..., Turns]]:
+    made: list[Turns] = []
+
+    def make(**options: Any) -> Turns:
+        made.append(Turns(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for league in made:
+        await league.cancel()
 
 
-async def test_each_turn_of_both_mirror_seats_uses_the_newest_adapter(league):
+@pytest.fixture
+def league(make_league: Callable[..., Turns]) -> Turns:
+    return make_league()
+
+
+async def test_each_turn_of_both_mirror_seats_uses_the_newest_adapter_and_every_record_names_it(league, tmp_path):
     record = await league.play_a_game()
     versions = [step.generation.adapter_version for step in record.trajectories[0].steps]
     assert record.adapter_versions == list(range(1, len(record.turns) + 1))
     assert versions == record.adapter_versions[record.trajectories[0].pid :: 2]
+    line = record_to_json(record, keep_tokens=False)
+    assert line["adapter_versions"] == record.adapter_versions
+    assert [agent["model"] for agent in line["agents"]] == ["ckpt-1", "ckpt-1"]
+    assert "started as ckpt-1, now adapter 2" in transcript(record)
+    (tmp_path / "games.jsonl").write_bytes(to_line(line))
+    (game,) = read_games(tmp_path, None, 10).kept
+    assert [turn["adapter"] for turn in game["turns"]] == record.adapter_versions
 
 
-async def test_game_that_keeps_its_adapter_uses_it_in_every_turn(tmp_path):
-    league = Turns(tmp_path, policy="game")
-    record = await league.play_a_game()
+async def test_game_that_keeps_its_adapter_uses_it_in_every_turn(make_league):
+    record = await make_league(policy="game").play_a_game()
     assert set(record.adapter_versions) == {1}
     assert not record.changes_adapter
-    await league.cancel()
 
 
 async def test_turn_holds_its_adapter_while_it_waits_for_an_engine_and_no_longer(league):
@@ -148,18 +162,16 @@ async def test_failed_or_cancelled_turn_gives_its_adapter_back(league, is_cancel
     assert not league.is_loaded(1)
 
 
-async def test_policy_may_start_without_an_adapter(tmp_path):
-    league = Turns(tmp_path)
+async def test_policy_may_start_without_an_adapter(league):
     league.registry.load_state_dict(ModelRegistry().state_dict())
     await league.start()
     league.publish(2)
     await league.engine.answer_one()
     assert league.engine.asked == [0, 2]
-    await league.cancel()
 
 
-async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(tmp_path):
-    league = Turns(tmp_path, env=TICTACTOE)
+async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(make_league):
+    league = make_league(env=TICTACTOE)
     sampler = FirstCheckpoint(league.registry, random.Random(0))
     league.collector._scheduler = GameScheduler(sampler, UniformRandomEnvSampler([TICTACTOE], [EVAL]), 0)
     league.table.pin(1)  # as the checkpoint pool does
@@ -176,7 +188,6 @@ async def test_opponent_that_is_a_checkpoint_keeps_its_adapter_for_the_game(tmp_
     of_opponent = {v for turn, v in zip(record.turns, record.adapter_versions, strict=True) if turn.pid == opponent}
     assert of_opponent == {1}
     assert 3 in record.adapter_versions
-    await league.cancel()
 
 
 async def test_evaluation_keeps_the_adapter_that_it_evaluates(league):
@@ -192,14 +203,13 @@ async def test_evaluation_keeps_the_adapter_that_it_evaluates(league):
     assert not league.is_loaded(1)
 
 
-async def test_result_is_the_rating_of_the_version_that_began_the_game(tmp_path):
-    league = Turns(tmp_path, env=TICTACTOE)
+async def test_result_is_the_rating_of_the_version_that_began_the_game(make_league):
+    league = make_league(env=TICTACTOE)
     record = await league.play_a_game()
     assert record.changes_adapter
     assert league.registry.get("ckpt-1").games == 1
     assert league.registry.get("ckpt-2").games == 0
     assert {trajectory.model.uid for trajectory in record.trajectories} == {"ckpt-1"}
-    await league.cancel()
 
 
 async def test_new_steps_of_a_long_game_survive_when_its_old_ones_are_stale(league):
@@ -213,28 +223,11 @@ async def test_new_steps_of_a_long_game_survive_when_its_old_ones_are_stale(leag
     assert sorted(step.generation.adapter_version for step in kept) == [newest - 2, newest - 1, newest]
 
 
-async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(tmp_path):
-    league = Turns(tmp_path)
+async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(league):
     lock_step = LockStep(league.engine.generate)
-    seats = PlayerFactory(
-        lock_step.generate, sampling_seed=0, newest=partial(leased_newest, league.registry, league.table)
-    )
-    league.collector = Collector(
-        league.scheduler, league.buffer, seats, league.table, league.collector._config, [league.records], lock_step
-    )
+    league.use(PlayerFactory(lock_step.generate, sampling_seed=0, newest=league.newest), lock_step)
     playing = asyncio.create_task(league.collector.play_round(3))
     while not playing.done():
         await league.engine.answer_one()
     await playing
     assert {version for record in league.records for version in record.adapter_versions} == {1}
-
-
-async def test_changed_adapters_are_in_games_jsonl_the_report_and_the_transcript(league, tmp_path):
-    record = await league.play_a_game()
-    line = record_to_json(record, keep_tokens=False)
-    assert line["adapter_versions"] == record.adapter_versions
-    assert [agent["model"] for agent in line["agents"]] == ["ckpt-1", "ckpt-1"]
-    assert "started as ckpt-1, now adapter 2" in transcript(record)
-    (tmp_path / "games.jsonl").write_bytes(to_line(line))
-    (game,) = read_games(tmp_path, None, 10).kept
-    assert [turn["adapter"] for turn in game["turns"]] == record.adapter_versions
