@@ -34,10 +34,11 @@ def test_driver_that_is_too_old_for_torch_is_refused_unless_the_compatibility_pa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.install(monkeypatch, tmp_path, 1, driver="550.54.15")
-    (folder := tmp_path / "compat").mkdir()
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     code, text = check(tmp_path, "13.0")
     assert code == 1 and "driver 550.54.15" in text and "580" in text
+    (folder := tmp_path / "compat").mkdir()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}")
     assert check(tmp_path, "12.8")[0] == 0
     (folder / "libcuda.so.1").touch()
     assert check(tmp_path, "13.0")[0] == 0

@@ -57,6 +57,22 @@ def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Pat
 
 
 @pytest.mark.nightly
+def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
+    directory = runs.run_directory(tmp_path)
+    in_the_way = directory / "checkpoints" / "ckpt-3" / "in the way"
+    in_the_way.mkdir(parents=True)
+    runs.wait_for((directory / "PAUSED").exists)
+    text = (directory / "PAUSED").read_text()
+    assert re.search(r"Update 3 could NOT be saved\b.*no checkpoint", text)
+    in_the_way.rmdir()
+    process.send_signal(signal.SIGINT)
+    runs.output_of(runs.finish(process))
+    assert find_damage(directory / "checkpoints" / "ckpt-3") is None
+
+
+@pytest.mark.nightly
 def test_run_without_steps_pauses_and_can_be_stopped(tmp_path: Path) -> None:
     process = runs.start_torchless(
         "run",

@@ -150,6 +150,7 @@ def test_run_survives_worker_deaths_with_each_update_once_and_its_frozen_players
     updates = run_files.updates(directory)
     assert [line["step"] for line in updates] == [line["learner/step"] for line in updates] == [1, 2, 3, 4, 5, 6]
     assert updates[-1]["run/void_games"] == 0
+    assert updates[-1]["run/alarms"] == 2
     assert all(line["canary/mismatch"] < 0.1 for line in updates)
     assert runs.arenas_named(directory.name) == []
     versions = versions_of(run_files.games(directory), {f"ckpt-{update}" for update in range(first, 7)})

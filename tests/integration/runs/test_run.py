@@ -289,6 +289,25 @@ def test_ctrl_c_during_start_up_and_a_second_one_end_at_once_and_leave_nothing(
     assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["engine-0", "learner"])
+def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, victim: str) -> None:
+    process = runs.start_torchless(
+        "run", runs.write_small(tmp_path), *runs.SCRIPTED, "run.learning_steps=10000", "run.max_restarts=0"
+    )
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    package = "engines.worker" if victim == "engine-0" else runs.TORCHLESS
+    (worker,) = [child for child in children if any(package in part for part in child.cmdline())]
+    worker.kill()
+    code, _, err = runs.finish(process, 60)
+    assert code == 1
+    assert f"{victim} was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
 @pytest.mark.parametrize(
     ("run", "override", "reason", "restarts"),
     [

@@ -66,6 +66,7 @@ def test_id_without_a_path_is_refused(path):
 
 def test_names_of_files_tags_and_runs_have_no_directory(tmp_path):
     assert slug("questions:/home/me/AIME 2024.jsonl") == "questions-AIME-2024"
+    assert with_slugs("evaluation-questions:/a b/c.jsonl (none, greedy)/n") == "evaluation-questions-c (none, greedy)/n"
     assert with_slugs("collection-questions:/a/b.jsonl/reward") == "collection-questions-b/reward"
     assert slug(SPIEL_NIM) == "openspiel-nim-is_misere-False-pile_sizes-3-4-5"
     assert slug("openspiel:goofspiel(num_turns=-1)") != slug("openspiel:goofspiel(num_turns=1)")

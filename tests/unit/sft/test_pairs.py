@@ -260,6 +260,13 @@ async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path):
     assert {pair.player for pair in pairs} == {"base", "scripted:random"}
 
 
+async def test_no_more_than_max_games_are_played(monkeypatch):
+    monkeypatch.setattr("unstable_lite.sft.session.MAX_GAMES", 3)
+    pairs, collected = await collect(sft_config(pairs=10_000))
+    assert collected.games == 3
+    assert 0 < len(pairs) < 30
+
+
 async def test_truncated_answer_is_never_imitated():
     async def cut_off_at_times(prompt: str, version: int, *_: object) -> Generation:
         generation = await box_it(prompt, version)

@@ -229,6 +229,9 @@ def test_sink_that_raises_anything_costs_a_line_and_an_alarm(tmp_path, error):
     assert failing.is_closed and healthy.is_closed
     with pytest.raises(ValueError, match="closed file"):
         tracker._games_file.write({})
+    tracker = Tracker(tmp_path, [FailingSink()], TrackerConfig(), reported.append)
+    tracker.close()
+    assert len(tracker.alarms) == 1 and "FailingSink" in tracker.alarms[0]
     with pytest.raises(KeyboardInterrupt), tracker.failures.survived("sink"):
         raise KeyboardInterrupt
 
