@@ -10,8 +10,8 @@ import pytest
 
 from fakes import gpus, runs
 from fakes.handmade_adapters import fitting, write_adapter
-from unstable_lite.cli.new import EXAMPLES as NEW
-from unstable_lite.cli.new import write
+from unstable_lite.cli.runs import EXAMPLES as NEW
+from unstable_lite.cli.runs import write
 from unstable_lite.files import read_records
 from unstable_lite.planning.plan import load_plan
 from unstable_lite.tracking.run_directory import to_toml

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import unstable_lite
-from unstable_lite.cli.new import EXAMPLES
+from unstable_lite.cli.runs import EXAMPLES
 from unstable_lite.engines.devices import TESTED_VLLM
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import unstable_lite
 from unstable_lite.cli.app import app
-from unstable_lite.cli.new import EXAMPLES, describe
+from unstable_lite.cli.runs import EXAMPLES, describe
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "import sys\nfrom unstable_lite.cli.app import main\nsys.exit(main())\n"

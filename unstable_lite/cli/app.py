@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unstable_lite.cli import evaluation, new, runs
+from unstable_lite.cli import evaluation, runs
 from unstable_lite.cli.options import ConfigPath, Debug, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.orchestrator.event_loop import end_signals
@@ -51,7 +51,7 @@ def options(
     pass
 
 
-app.command()(new.new)
+app.command()(runs.new)
 
 
 @app.command()

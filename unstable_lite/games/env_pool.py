@@ -27,8 +27,9 @@ from unstable_lite.errors import EnvError, EnvRaised, RequestError, WorkerDied
 from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_start import SETTINGS, LocalEnvironment, environment_of, file_of_call, game_under_way
 from unstable_lite.games.local_game import hang_guard
+from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
-from unstable_lite.transport.processes import WorkerProcess, usable_cpus
+from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import ENV_LOST, ENV_RAISED, GameSpec

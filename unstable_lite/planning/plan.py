@@ -41,7 +41,7 @@ from unstable_lite.planning.placement import Placement, engine_of, listed, machi
 from unstable_lite.planning.rules import critic_warnings
 from unstable_lite.planning.trust import clear_key_warnings
 from unstable_lite.planning.validation import find_engine_problems, find_problems
-from unstable_lite.transport.processes import usable_cpus
+from unstable_lite.transport.cpus import usable_cpus
 
 MIB = 1 << 20
 ENGINE_THREADS_ON_GPU = 1

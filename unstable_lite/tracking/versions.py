@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.engines.devices import cuda_of_torch
-from unstable_lite.transport.processes import usable_cpus
+from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.version import __version__
 
 ROOT = Path(__file__).parents[2]

@@ -173,7 +173,7 @@ def test_damaged_file_hides_no_other_run_and_is_named_by_commands_on_its_own(
         ended = CliRunner().invoke(app, [*map(str, words)])
         assert isinstance(ended.exception, SystemExit), f"{words[0]} ended with {ended.exception!r}"
         assert ended.exit_code == 1 and str(two[1]) in ended.output
-        assert name in ended.output or damage in ("empty evaluation", "live"), "known only where it is shown"
+        assert name in ended.output or damage in ("empty evaluation", "live"), "only the run is named"
 
 
 def test_live_view_that_is_a_list_counts_as_none(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -177,11 +177,12 @@ async def test_failing_call_says_why_and_a_death_loses_the_other_games_of_its_pr
     earlier = {log: log.stat().st_size for log in logs.iterdir()}
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
-    steps = [environment.advance(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
-    async with asyncio.timeout(30):
-        ended = await asyncio.gather(*steps, return_exceptions=True)
     later = "" if reason == "env_raised" else "env_lost"
     # Games 0, 2 and 4 share a process: the first one has its answer before the process dies.
+    ended: list[Any] = [await made[0].advance("[0 1]")]
+    steps = [made[index].advance(move if index == 2 else "[0 1]") for index in range(1, 6)]
+    async with asyncio.timeout(30):
+        ended += await asyncio.gather(*steps, return_exceptions=True)
     assert reasons(ended) == ["", "", reason, "", later, ""]
     assert re.search(says, str(ended[2]))
     stacks = "".join(log.read_bytes()[earlier.get(log, 0) :].decode() for log in logs.glob("env-*.log"))

@@ -19,7 +19,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.reward_transformations.transforms import ComposeFinalRewardTransforms
 from unstable_lite.rng import derive_seed
-from unstable_lite.transport.processes import usable_cpus
+from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.rpc import BUS, SOCKETS, make_socket_directory, reap_stale_sockets
 from unstable_lite.transport.worker_main import last_words
 
@@ -76,7 +76,7 @@ def test_quota_divides_the_threads_of_a_plan(tmp_path, monkeypatch):
 def test_cpus_are_counted_in_one_place_and_by_the_mask_without_control_groups(tmp_path):
     package = Path(unstable_lite.__file__).parent
     counting = re.compile(r"sched_getaffinity|cpu_count")
-    assert [path.name for path in package.rglob("*.py") if counting.search(path.read_text())] == ["processes.py"]
+    assert [path.name for path in package.rglob("*.py") if counting.search(path.read_text())] == ["cpus.py"]
     assert usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
 
 
