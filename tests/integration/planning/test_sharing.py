@@ -1,6 +1,7 @@
 """Engine and learner on one device: the division of its memory, and the refusal of impossible plans before start."""
 
 import importlib.util
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from unstable_lite.engines import devices as engines_devices
 from unstable_lite.engines import vllm_checks
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.models import resolve_model
 from unstable_lite.orchestrator.workers import environment, started_engines
 from unstable_lite.planning import placement
 from unstable_lite.planning.plan import Plan, make_engine_plan, make_plan
@@ -368,3 +370,15 @@ def test_engine_whose_memory_is_not_known_is_not_refused_for_it(gpus: Any, monke
         plan(model="Qwen/Qwen3-14B", engine=engine, learner={"devices": ("cpu",)})
     with pytest.raises(ConfigError, match="engine's share of GPU 0"):
         plan(model="Qwen/Qwen3-14B", engine={"kind": "vllm"}, learner={"devices": ("cpu",)})
+
+
+def test_check_says_whether_shared_prefixes_are_computed_once(tmp_path: Path) -> None:
+    def text(model: Path | str, **lora: float) -> str:
+        return rows(plan(model=str(model), engine={"devices": ["cpu"]}, lora=lora))["shared prefixes"]
+
+    assert text("builtin:tiny").startswith("computed once, if the learner's comparison")
+    assert "because lora.lora_dropout differs" in text("builtin:tiny", lora_dropout=0.1)
+    shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"alibi": True}))
+    assert text(tmp_path / "model") == "computed for each step, because its attention depends on the index of a token"
