@@ -373,11 +373,12 @@ def test_engine_whose_memory_is_not_known_is_not_refused_for_it(gpus: Any, monke
 
 
 def test_check_says_whether_shared_prefixes_are_computed_once(tmp_path: Path) -> None:
-    def text(model: Path | str, **lora: float) -> str:
-        return rows(plan(model=str(model), engine={"devices": ["cpu"]}, lora=lora))["shared prefixes"]
+    def text(model: Path | str, **sections: Any) -> str:
+        return rows(plan(model=str(model), engine={"devices": ["cpu"]}, **sections))["shared prefixes"]
 
     assert text("builtin:tiny").startswith("computed once, if the learner's comparison")
-    assert "because lora.lora_dropout differs" in text("builtin:tiny", lora_dropout=0.1)
+    own = text("builtin:tiny", algorithm="fakes.failing_parts:Algorithm", lora={"lora_dropout": 0.1})
+    assert "because lora.lora_dropout differs" in own
     shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"alibi": True}))
