@@ -117,7 +117,11 @@ def test_error_of_a_background_run_is_raised_by_wait(tmp_path: Path, torchless: 
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)
     with pytest.raises(unstable.errors.UnstableError, match="KeyError: 0"):
         run.wait()
-    run = small(tmp_path, lora={"target_modules": ["no_such_proj"]})  # an error of the learner's process
+
+
+@pytest.mark.nightly
+def test_error_of_a_worker_of_a_background_run_is_raised_by_wait(tmp_path: Path) -> None:
+    run = small(tmp_path, lora={"target_modules": ["no_such_proj"]})
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)
     with pytest.raises(unstable.errors.UnstableError, match="no_such_proj"):
         run.wait()

@@ -140,7 +140,8 @@ def test_run_survives_worker_deaths_with_each_update_once_and_its_frozen_players
     process = runs.start_torchless("run", config, *runs.SCRIPTED, *settings)
     for num_updates, module in ((1, runs.TORCHLESS), (2, "unstable_lite.engines.worker")):
         runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
-        (worker,) = (child for child in runs.children_of(process) if any(module in part for part in child.cmdline()))
+        commands = {child: child.as_dict(["cmdline"], [])["cmdline"] for child in runs.children_of(process)}
+        (worker,) = (child for child, command in commands.items() if any(module in part for part in command))
         worker.kill()
     first = runs.num_updates(tmp_path) + 2  # the next update's adapter may have been loaded before
     out = runs.output_of(runs.finish(process))
@@ -150,7 +151,7 @@ def test_run_survives_worker_deaths_with_each_update_once_and_its_frozen_players
     updates = run_files.updates(directory)
     assert [line["step"] for line in updates] == [line["learner/step"] for line in updates] == [1, 2, 3, 4, 5, 6]
     assert updates[-1]["run/void_games"] == 0
-    assert updates[-1]["run/alarms"] == 2
+    assert 2 <= updates[-1]["run/alarms"] <= out.count("alarm after update")
     assert all(line["canary/mismatch"] < 0.1 for line in updates)
     assert runs.arenas_named(directory.name) == []
     versions = versions_of(run_files.games(directory), {f"ckpt-{update}" for update in range(first, 7)})
