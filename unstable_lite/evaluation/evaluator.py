@@ -75,13 +75,16 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
             with log_file(output / "logs" / "evaluation.log"), cancelled_by_signals():
                 await _play_all(evaluation, todo, results, say)
         evaluations = write_tables(results, evaluation.cells, evaluation.games)
-        rated = [
-            RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
-            for cell in evaluation.cells * evaluation.is_ladder
-            for row in results.rows(cell, evaluation.games)
-            if row["end"] != "void"
-        ]
-        if places := rate(rated):
+        places: list[Place] = []
+        if evaluation.is_ladder:
+            rated = [
+                RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
+                for cell in evaluation.cells
+                for row in results.rows(cell, evaluation.games)
+                if row["end"] != "void"
+            ]
+            places = rate(rated)
+        if places:
             write_places(output, places)
     except BaseExceptionGroup as group:
         raise first_reason(group) from group

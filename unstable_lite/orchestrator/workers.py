@@ -236,6 +236,7 @@ async def started_workers(
 
 
 started_engines = partial(started_workers, has_learner=False)
+"""Start only the engines of a plan: enough to play, not to learn."""
 
 
 async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:

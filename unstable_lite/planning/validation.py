@@ -224,12 +224,16 @@ def _env_problems(config: Config) -> Iterator[str]:
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
         # Frozen players play in all envs.
-        opponents: Iterable[str] = training_opponents(config).get(spec.env_id, ())
-        if isinstance(spec, EvalEnvSpec):
-            opponents = [spec.fixed_opponent] * (spec.num_players > 1)
-        for name in opponents:
+        for name in _opponents(config, spec):
             if not is_frozen(name) and (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
+
+
+def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
+    """Return the fixed opponents that may play in this env."""
+    if spec.num_players == 1:
+        return ()
+    return (spec.fixed_opponent,) if isinstance(spec, EvalEnvSpec) else training_opponents(config).get(spec.env_id, ())
 
 
 def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:

@@ -170,8 +170,9 @@ def rewind(
     in_flight: Collection[int],
     is_repeated: Callable[[dict[str, Any]], bool],
 ) -> None:
-    """Remove all records after `update` from a run directory.
+    """Remove all records after `update` from a run directory, because the run makes them again.
 
+    Each file is replaced atomically or not at all.
     `num_games`: number of games handed out by then; later games get their numbers again. `in_flight`: those that were
     not over. `is_repeated`: whether a line of eval.jsonl is of an evaluation that continues or is made again.
     """

@@ -225,7 +225,7 @@ def test_log_of_the_league_has_only_the_models_and_pairs_that_changed(tmp_path: 
         league.log(step, registry)
     league.close()
     last = json.loads((tmp_path / "league.jsonl").read_text().splitlines()[-1])
-    assert set(last["models"]) == {"base", "ckpt-2", "ckpt-3"}  # ckpt-2 is no longer the current one
+    assert set(last["models"]) == {"base", "ckpt-2", "ckpt-3"}  # a newer one than ckpt-2 is the current one
     assert last["matches"] == [["base", "ckpt-3", 1, 0, 0, 1]]
 
 
