@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fakes import runs
+from fakes import run_files, runs
 
 SYNC = (
     'run.schedule="sync"',
@@ -46,8 +46,10 @@ def write_thinking(directory: Path) -> Path:
 
 
 def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not is_of_the_clock(name)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not is_of_the_clock(name)}
+        for line in run_files.metrics(directory)
+    ]
 
 
 def is_of_the_clock(name: str) -> bool:

@@ -9,9 +9,8 @@ import pytest
 
 from bench.harness import REPOSITORY
 from bench.study.reading import read_study
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.config import Config
-from unstable_lite.files import read_records
 from unstable_lite.tracking.run_directory import to_toml
 
 STUDIES = REPOSITORY / "examples" / "studies"
@@ -41,8 +40,7 @@ def test_arm_trains(study: str, arm: str, tmp_path: Path, monkeypatch: pytest.Mo
     config = read_study(STUDIES / f"{study}.toml").configs[arm]
     (tmp_path / "arm.toml").write_text(to_toml(shortened(config, tmp_path / "outputs")))
     runs.output_of(runs.finish(runs.start("run", tmp_path / "arm.toml")))
-    lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
-    updates = [line for line in lines if "learner/loss" in line]
+    updates = run_files.updates(runs.run_directory(tmp_path))
     assert [line["learner/step"] for line in updates] == [1, 2]
     assert all(line["learner/policy_grad_norm"] > 0 and line["canary/doubts"] == 0 for line in updates)
     # The share of tokens without weight is that of stop tokens in one arm, and 0 in the others.
@@ -55,8 +53,7 @@ def test_run_reports_the_variance_of_every_second_update(tmp_path: Path) -> None
     measuring = ("algorithm=bench.gradient_variance:MeasuredREINFORCE", "learner.options={every=2,baseline='group'}")
     groups = ("run.group_size=4", "rewards.group_baseline=rloo", "rewards.step_reward_transformation=[]")
     runs.output_of(runs.run("run", runs.write_small(tmp_path), *settings, *measuring, *groups))
-    lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
-    updates = [line for line in lines if "learner/loss" in line]
+    updates = run_files.updates(runs.run_directory(tmp_path))
     measured = ("gradient_variance", "gradient_signal", "gradient_noise", "relative_variance")
     measured += tuple(f"relative_variance_{name}" for name in ("none", "batch", "role", "opponents", "shared", "group"))
     for update, line in enumerate(updates):

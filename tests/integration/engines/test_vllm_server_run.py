@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fakes import runs
+from fakes import run_files, runs
 from fakes.random_models import make_adapter
 from fakes.remote_engine import engine_spec, finish, request
 from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
@@ -54,8 +54,7 @@ def test_example_learns_and_another_server_serves_its_checkpoint(
     code, out, err = runs.run("run", config, "run.learning_steps=2", f"lora.initial_lora_path={initial}")
     assert code == 0, out + err
     directory = runs.run_directory(tmp_path)
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    mismatches = [row["canary/mismatch"] for row in rows if "canary/mismatch" in row]
+    mismatches = [row["canary/mismatch"] for row in run_files.metrics(directory) if "canary/mismatch" in row]
     assert runs.num_updates(tmp_path) == 2
     assert len(mismatches) == 2 and max(mismatches) < 0.1
     assert f"device {vllm_server.url}" in (directory / "logs" / "orchestrator.log").read_text()

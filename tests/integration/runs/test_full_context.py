@@ -1,12 +1,11 @@
 """A run whose games outgrow the context: none is void, and everything that counts games says why they ended."""
 
-import json
 import re
 from pathlib import Path
 
 from typer.testing import CliRunner
 
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.cli.app import app
 from unstable_lite.files import read_records
 
@@ -57,8 +56,7 @@ def test_games_that_outgrow_the_context_are_kept_counted_and_shown(tmp_path: Pat
         r"update 0  .*: \d+ context_full of 100 games: [\d.]+ % of the points had all of these been lost", out
     )
     assert re.search(r"^alarm update 0: ended_early: .* newest 100 games ended early: context_full in ", out, re.M)
-    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1][f"ended/{ENV}/context_full"] == full
+    assert run_files.metrics(directory)[-1][f"ended/{ENV}/context_full"] == full
     assert runs.undocumented_metrics(directory) == []
     assert CliRunner().invoke(app, ["report", str(directory)]).exit_code == 0
     page = (directory / "report.html").read_text()

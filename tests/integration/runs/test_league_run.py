@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import runs
+from fakes import run_files, runs
 
 POOL = (
     "run.eval_games=0",
@@ -41,11 +41,10 @@ def log_of(run: Path) -> str:
 
 
 def test_checkpoints_return_slots_suffice_and_files_stay(finished: Path) -> None:
-    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "learner/loss" in line][-1]
+    last = run_files.updates(finished)[-1]
     assert last["step"] == 8
     assert log_of(finished).count(" is back as an opponent, as adapter ") >= last["league/returned_checkpoints"] >= 3
-    assert all(line.get("league/active_checkpoints", 0) <= 3 for line in lines)
+    assert all(line.get("league/active_checkpoints", 0) <= 3 for line in run_files.metrics(finished))
     assert last["run/alarms"] == 0
     assert last["buffer/groups_whole"] > last["buffer/groups_of_one"]
     kept = {path.name for path in (finished / "adapters").iterdir()}
@@ -54,7 +53,7 @@ def test_checkpoints_return_slots_suffice_and_files_stay(finished: Path) -> None
 
 
 def test_returned_checkpoints_play_and_too_young_ones_do_not(finished: Path) -> None:
-    games = [json.loads(line) for line in (finished / "games.jsonl").read_text().splitlines()]
+    games = run_files.games(finished)
     pairs = {
         (next(agent["model"] for agent in game["agents"] if agent["collect_data"]), agent["model"])
         for game in games

@@ -1,12 +1,11 @@
 """A run, an evaluation and a check on games of OpenSpiel, as a user starts them."""
 
-import json
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fakes import runs
+from fakes import run_files, runs
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.evaluator import evaluate
@@ -53,8 +52,7 @@ def test_run_on_openspiel_trains_evaluates_and_writes_tags_with_slugs(config: Pa
     assert code == 0, out + err
     assert "OpenSpiel exception" not in err
     (directory,) = (tmp_path / "outputs").glob("*/*")
-    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    last = {key: value for line in metrics for key, value in line.items()}
+    last = {key: value for line in run_files.metrics(directory) for key, value in line.items()}
     assert last[f"collection-{KUHN}/n"] > 0
     games = list(read_records(directory / "games.jsonl"))
     assert all(game["end"] != "void" for game in games)
