@@ -46,10 +46,8 @@ def write_thinking(directory: Path) -> Path:
 
 
 def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in line.items() if not is_of_the_clock(name)}
-        for line in run_files.metrics(directory)
-    ]
+    lines = run_files.metrics(directory)
+    return [{name: value for name, value in line.items() if not is_of_the_clock(name)} for line in lines]
 
 
 def is_of_the_clock(name: str) -> bool:
