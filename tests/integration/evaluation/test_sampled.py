@@ -103,7 +103,7 @@ def test_model_behind_an_endpoint_is_measured(config: Path, monkeypatch: pytest.
 
         def answer(body: dict[str, list[dict[str, str]]]) -> tuple[int, object]:
             listed = re.findall(r"\[\w+\]", body["messages"][0]["content"].rpartition("actions:")[2])
-            return chat_reply(f"<think>why not</think> \\boxed{{{listed[1]}}}")
+            return chat_reply(f"<think>not {listed[0]}</think> \\boxed{{{listed[1]}}}")
 
         server.answer = answer
         settings = (*GUESSING, f"opponents.base_url={server.url}")
