@@ -265,12 +265,7 @@ def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
     return items
 
 
-def _item(
-    prompt_ids: TokenIds,
-    completion_ids: TokenIds,
-    reward: float = 1.0,
-    trajectory: int = 0,
-) -> TrainItem:
+def _item(prompt_ids: TokenIds, completion_ids: TokenIds, reward: float = 1.0, trajectory: int = 0) -> TrainItem:
     return TrainItem(
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from unstable_lite.adapters.frozen import is_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config, parse_toml
 from unstable_lite.config.section import Section
@@ -293,7 +294,9 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
         return [series_of(measure.value, env.opponent, env.env_id) for env in config.eval_envs if has_games]
     kind, _, _ = str(measure.metric).partition("/")
     if kind == EXPLOITER:
-        has_one = len(config.train_envs) == 1 and len(config.league.fixed_opponents) == 1
+        opponents = config.league.fixed_opponents
+        has_policy = [is_adapter(n) or n.startswith(TARGET) or n in (BASE, "scripted:random") for n in opponents]
+        has_one = len(config.train_envs) == 1 and has_policy == [True]
         return [f"{EXPLOITER}/{value}" for value in EXPLOITER_VALUES if has_one]
     if kind in ("exploitability", "exploitability_legal", AVERAGE):
         env_ids = [env.env_id for env in exact_envs(config)[0]]
