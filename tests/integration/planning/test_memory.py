@@ -214,6 +214,17 @@ def trained_and_served(rows: dict[str, str]) -> str:
     return f"{f'{thousands}k' if thousands else '–'} / {(int(served[1]) if served else 0) or '–'}"
 
 
+def test_memory_by_length_in_the_docs_matches_the_computation() -> None:
+    rows = re.findall(r"^\| (\S+/\S+) \| (yes|no) \| (.*) \|$", GPUS.read_text(), re.M)
+    assert len(rows) == 8
+    for name, checkpointing, cells in rows:
+        learner = LearnerConfig(activation_checkpointing=checkpointing == "yes")
+        needed = memory.learner_memory(memory.KNOWN_SHAPES[name], learner, LoraConfig())
+        for length, cell in zip((1024, 2048, 4096, 8192, 16_384), cells.split(" | "), strict=True):
+            computed = (needed.total(length) + memory.RESERVED_BYTES) / memory.GIB
+            assert cell == f"{computed:.1f} c" or cell.endswith(" m"), (name, checkpointing, length)
+
+
 def test_costs_of_ranks_in_the_docs_are_the_computed_ones() -> None:
     rows = re.findall(r"^\| (Qwen/\S+) \| (\d+|all weights) \| (.*) \|$", (DOCS / "lora.md").read_text(), re.M)
     assert {(name, rank) for name, rank, _ in rows} == {
