@@ -17,7 +17,7 @@ CRITIC_HEAD = "value_head.safetensors"
 LOGITS_CHUNK_TOKENS = {True: 1024, False: 128}
 """Number of completion tokens whose logits exist at once, on a GPU or not; each takes 10 bytes per entry of the
 vocabulary."""
-BLOCK_QUERIES = 128
+BLOCK_QUERIES = 256
 """Queries that attend together in a forest on a CPU: more need fewer calls, and share fewer of their keys."""
 MOST_COPIES = 4
 """Copies of keys and values that these blocks may keep for the backward pass, which otherwise copies them again."""
