@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from unstable_lite.config.env_ids import is_judged
+from unstable_lite.config.games import parse_player
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import (
     Caught,
@@ -281,7 +282,7 @@ def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
     """Return the kind of opponent that `model` is for a player whose model is `own`."""
     if model.kind == "checkpoint":
         return "mirror" if model == own else "checkpoint"
-    return "scripted" if (model.name or "").startswith("scripted:") else "fixed"
+    return "scripted" if parse_player(model.name or "").kind == "scripted" else "fixed"
 
 
 class GameRunner:
