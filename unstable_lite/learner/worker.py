@@ -41,6 +41,7 @@ from unstable_lite.transport.messages import (
     LoadLearner,
     Message,
     Ready,
+    Request,
     SaveLearner,
     Score,
     ScoreAnswers,
@@ -116,6 +117,7 @@ class _Worker:
 
     def answer(self, message: Message) -> Message:
         """Carry out a request, with the other ranks if necessary, and return the reply."""
+        assert isinstance(message, Request), message
         try:
             return self._requests[type(message)](message)
         except RequestError as error:
