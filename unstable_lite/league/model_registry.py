@@ -337,10 +337,7 @@ class ModelRegistry:
         return {env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in ratings.items()}
 
     def _frozen_version(self, name: str) -> int | None:
-        """Return the id of a new frozen player's adapter, which those of an average's other members follow.
-
-        0 is the base. None: no engine serves the player.
-        """
+        """Return the id of its adapter (an average's others follow it); 0 for the base, None if no engine serves it."""
         if not parse_player(name).has_adapter:
             return 0 if name == BASE else None
         first, self._next_frozen = self._next_frozen, self._next_frozen + len(members(name))

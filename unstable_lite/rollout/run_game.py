@@ -361,9 +361,8 @@ class GameRunner:
         """Count and log a game that failed or whose env raised. Raise an error that no other game can survive."""
         spec, env_id = record.spec, record.spec.env_id
         if error is None:
-            seated = {turn.pid for turn in record.turns}
             # Otherwise perhaps no prompt of the env fits, and another player moved first.
-            if record.reason != CONTEXT_FULL or len(seated) == spec.num_players:
+            if record.reason != CONTEXT_FULL or len({turn.pid for turn in record.turns}) == spec.num_players:
                 self._failures_in_a_row[env_id] = 0
             return
         if isinstance(error, WorkerDied | ConfigError):
