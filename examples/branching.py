@@ -21,8 +21,8 @@ import msgspec
 from msgspec.structs import replace
 
 import unstable_lite as unstable
-from unstable_lite.adapters.frozen import AVERAGE
 from unstable_lite.config.env_ids import is_judged
+from unstable_lite.config.games import parse_player
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.local_game import hang_guard
@@ -173,7 +173,7 @@ def key_of(spec: GameSpec) -> str:
 
 def _player(model: ModelRef) -> str:
     name = model.name or "policy"
-    return f"{name} {model.adapter_version}" if name.startswith(AVERAGE) else name
+    return f"{name} {model.adapter_version}" if parse_player(name).kind == "average" else name
 
 
 def problems_of(train_envs: Sequence[unstable.TrainEnvSpec], share: float, at: str, chance: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.study.reading import EXPLOITER
-from unstable_lite.adapters.frozen import ADAPTER, COPIES
+from unstable_lite.adapters.frozen import COPIES
 from unstable_lite.config import Config
 from unstable_lite.evaluation.models import find_models, opponent
 from unstable_lite.evaluation.scoring import AnswerScorer
@@ -47,7 +47,7 @@ def exploiter_curves(directory: Path, config: Config) -> dict[str, list[tuple[in
     target = uniform(tree) if is_uniform else scorer.policy(env, tree, opponent(played, directory / COPIES))
     exact = tree.exploitability(target)
     start = stored["lora"].get("initial_lora_path")
-    models = {0: opponent(BASE if start is None else f"{ADAPTER}{start}")}
+    models = {0: opponent(BASE if start is None else f"adapter:{start}")}
     models |= {int(model.name.rpartition("-")[2]): model for model in find_models([str(directory)])}
     policies = {update: scorer.policy(env, tree, model) for update, model in models.items()}
     learned = {

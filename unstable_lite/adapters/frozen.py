@@ -1,9 +1,8 @@
 """Frozen players: the base, and adapters that do not change, by the names that configs and commands give them.
 
-Owns the names `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N` (or `newest`, `best`) and `average:DIRECTORY`, the
-facts that an adapter's files alone show, the copies in a run directory, and the names, order and best of the adapters
-that a run saved.
-Loads no weights; the engines do.
+Owns the adapters that `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N` (or `newest`, `best`) and `average:DIRECTORY` stand
+for, the facts that an adapter's files alone show, the copies in a run directory, and the names, order and best of the
+adapters that a run saved. Loads no weights; the engines do.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ from unstable_lite.adapters.peft_files import (
     sync,
     write_file,
 )
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import BASE
 
-ADAPTER, RUN, AVERAGE = "adapter:", "run:", "average:"
 NEWEST, BEST = "newest", "best"
 COPIES = "opponents"
 """Directory of the copies in a run directory."""
@@ -45,7 +42,7 @@ RECORD = "opponent.json"
 """File in a copy that says whose copy it is, and its digest."""
 FIRST_FROZEN_VERSION = 1 << 29
 """First id of frozen adapters in a run. Updates count from 1, and adapters that return from 1 << 30."""
-_AVERAGE = re.compile(rf"{AVERAGE}(.+?)(/linear)?(?:/ckpt-(\d+(?:,\d+)*))?/*")
+_AVERAGE = re.compile(r"(.+?)(/linear)?(?:/ckpt-(\d+(?:,\d+)*))?/*")
 NAMED_BY = ("env_id", "num_players", "fixed_opponent", "temperature", "top_p")
 """Keys of an eval env that name its results; other keys may differ between versions."""
 
@@ -65,26 +62,17 @@ class FrozenAdapter:
     """Inputs and outputs of each linear layer that it adapts, by the layer's name in the model."""
 
 
-def is_frozen(name: str) -> bool:
-    """Return whether an opponent's name is that of a frozen player. `adapter` and `run` are no modules of players."""
-    return name == BASE or is_adapter(name)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a name is that of a frozen player with an adapter, or of an average of several."""
-    return name.startswith((ADAPTER, RUN, AVERAGE))
-
-
 def members(name: str) -> dict[str, float]:
     """Return the weight of each player of an average, of which one is drawn for each game; any other name itself.
 
     Weights are equal, or with `/linear` the numbers of the updates. Raises ConfigError if there is no such run.
     """
-    if not name.startswith(AVERAGE):
+    player = parse_player(name)
+    if player.kind != "average":
         return {name: 1.0}
-    match = _AVERAGE.fullmatch(name)
+    match = _AVERAGE.fullmatch(player.rest)
     if match is None:
-        raise ConfigError(f"{name!r} names no run: write {AVERAGE}RUN")
+        raise ConfigError(f"{name!r} names no run: write average:RUN")
     run, linear, given = match.groups()
     try:
         updates = list(map(int, given.split(",")) if given else _saved(Path(run).expanduser()))
@@ -92,12 +80,13 @@ def members(name: str) -> dict[str, float]:
         raise ConfigError(f"{name!r}: {error}") from error
     if len(set(updates)) < len(updates) or (linear and not any(updates)):
         raise ConfigError(f"{name!r}: name each checkpoint once, and for /linear one after update 0")
-    return {f"{RUN}{run}/ckpt-{update}": float(update) if linear else 1.0 for update in updates}
+    return {f"run:{run}/ckpt-{update}": float(update) if linear else 1.0 for update in updates}
 
 
 def with_members(name: str) -> str:
     """Return an average's name with the numbers of its checkpoints, so that it stays the same; others unchanged."""
-    if not name.startswith(AVERAGE) or ((match := _AVERAGE.fullmatch(name)) and match[3]):
+    player = parse_player(name)
+    if player.kind != "average" or ((match := _AVERAGE.fullmatch(player.rest)) and match[3]):
         return name
     return f"{name.rstrip('/')}/ckpt-{','.join(member.rpartition('-')[2] for member in members(name))}"
 
@@ -126,13 +115,14 @@ def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:
                 "directory from a backup, or remove it to copy the opponent again from where its name points now"
             )
         return found
-    if name.startswith(RUN):
+    player = parse_player(name)
+    if player.kind == "run":
         try:
-            return read_facts(find_saved(name.removeprefix(RUN)))
+            return read_facts(find_saved(player.rest))
         except ConfigError as error:
             raise ConfigError(f"{name!r}: {error}") from error
-    path = Path(name.removeprefix(ADAPTER)).expanduser()
-    if name.startswith(AVERAGE):
+    path = Path(player.rest).expanduser()
+    if player.kind == "average":
         raise ConfigError(f"{name!r} draws a checkpoint for each game; name one of them here")
     if not path.is_dir():
         raise ConfigError(f"{name!r}: there is no directory {path}")

@@ -26,6 +26,11 @@ def is_openspiel(env_id: str) -> bool:
     return env_id.startswith(PREFIX)
 
 
+def is_built_in(env_id: str) -> bool:
+    """Return whether the env is a game of OpenSpiel or a file of questions, for which no class is imported."""
+    return env_id.startswith((PREFIX, QUESTIONS))
+
+
 def is_judged(env_id: str) -> bool:
     """Return whether a player's free answer is right or wrong there, instead of a move from a list of legal ones."""
     return env_id.startswith(QUESTIONS)

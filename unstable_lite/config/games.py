@@ -1,20 +1,49 @@
-"""Sections of envs, opponents and prompts."""
+"""Sections of envs, opponents and prompts, and the names of players."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from unstable_lite.config.env_ids import canonical_env_id, is_judged
 from unstable_lite.config.reference import from_reference
 from unstable_lite.config.section import Section
-from unstable_lite.types import Observation, Sampling
+from unstable_lite.types import BASE, Observation, Sampling
 
 LEAST_TEMPERATURE = 0.01
 """Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
 most probable token and report its log-probability at temperature 1."""
+_CUSTOM_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
+"""Name of a user's class: `my_module:MyPlayer`, but neither `vendor/model:free` nor `llama3:8b`."""
+
+
+class PlayerName(NamedTuple):
+    """A player's name, as configs and commands give it, taken apart; docs/opponents.md lists the players."""
+
+    kind: Literal["base", "adapter", "run", "average", "scripted", "class", "remote"]
+    rest: str
+    """Text after `adapter:`, `run:`, `average:` or `scripted:`; for the other kinds the whole name."""
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it is a frozen player with an adapter, or an average of several."""
+        return self.kind in ("adapter", "run", "average")
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.kind == "base" or self.has_adapter
+
+
+def parse_player(name: str) -> PlayerName:
+    """Take a player's name apart; every name is one. The words before a colon here are no modules of players."""
+    word, colon, rest = name.partition(":")
+    match word:
+        case "adapter" | "run" | "average" | "scripted" if colon:
+            return PlayerName(word, rest)
+    return PlayerName("base" if name == BASE else "class" if _CUSTOM_CLASS.fullmatch(name) else "remote", name)
 
 
 def _pairs(table: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from unstable_lite.adapters.frozen import RUN
 from unstable_lite.adapters.peft_files import adapter_digest
+from unstable_lite.config.games import parse_player
 from unstable_lite.dashboards.terminal import print_lines
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
@@ -255,7 +255,7 @@ def plan_game(
 
 def _newest_of(word: str) -> str:
     """Return the path of a run's newest or named checkpoint, which has a short name; any other word unchanged."""
-    is_run = word.startswith(RUN) or (Path(word) / "checkpoints").is_dir()
+    is_run = parse_player(word).kind == "run" or (Path(word) / "checkpoints").is_dir()
     return str(find_models([word])[-1].path) if is_run else word
 
 

@@ -11,26 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unstable_lite.adapters.frozen import (
-    ADAPTER,
-    AVERAGE,
-    RUN,
     FrozenAdapter,
     by_update,
     drawn_member,
     find_adapter,
-    is_adapter,
-    is_frozen,
     members,
     read_facts,
 )
 from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
 from unstable_lite.config import Config
+from unstable_lite.config.games import parse_player
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links
-from unstable_lite.games.players.factory import is_remote
 from unstable_lite.planning.validation import base_problem
 from unstable_lite.rng import digest_of
-from unstable_lite.types import BASE, ModelRef
+from unstable_lite.types import BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +92,7 @@ def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[Evalua
 def find_run(words: Iterable[str]) -> Path | None:
     """Return the first run directory that a word names, itself or by a checkpoint in it."""
     for word in words:
-        path = Path(word.removeprefix(ADAPTER).removeprefix(RUN).removeprefix(AVERAGE)).expanduser().resolve()
+        path = Path(parse_player(word).rest).expanduser().resolve()
         for directory in (path, *path.parents[:2]):
             if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
                 return directory
@@ -113,7 +108,7 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 
 
 def _find(word: str) -> list[EvaluatedModel]:
-    if is_frozen(word) or not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
+    if parse_player(word).kind != "remote":
         return [opponent(word)]
     path = Path(word).expanduser()
     if path.is_dir():
@@ -140,14 +135,15 @@ def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
 
     Raises ConfigError for an adapter that cannot be found or read.
     """
-    if name == BASE:
+    player = parse_player(name)
+    if player.kind == "base":
         return BASE_MODEL
-    if name.startswith(AVERAGE):
+    if player.kind == "average":
         weights = members(name)
         models = tuple(opponent(member, copies) for member in weights)
         key = digest_of(repr([(model.key, weight) for model, weight in zip(models, weights.values(), strict=True)]))
-        return EvaluatedModel(name=name, key=f"{AVERAGE}{key}", members=models, weights=tuple(weights.values()))
-    if is_adapter(name):
+        return EvaluatedModel(name=name, key=f"average:{key}", members=models, weights=tuple(weights.values()))
+    if player.has_adapter:
         try:
             found = find_adapter(name, copies)
         except AdapterError as error:

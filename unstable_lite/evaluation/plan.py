@@ -16,7 +16,7 @@ from typing import Any
 
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import canonical_env_id, content_file, is_judged, is_openspiel
+from unstable_lite.config.env_ids import canonical_env_id, content_file, is_built_in, is_judged
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
@@ -318,8 +318,8 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
-            given |= {"observation": "env"} if is_openspiel(env_id) else {}
-            given = {"observation": "env", "num_players": 1} | given if is_judged(env_id) else given
+            given |= {"observation": "env"} if is_built_in(env_id) else {}
+            given = {"num_players": 1} | given if is_judged(env_id) else given
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from typing import Any
 
 from unstable_lite import plugins
-from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel
+from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_built_in, is_judged, is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError, EnvError, UnstableError, UnsupportedEnvError, described
 from unstable_lite.games.env_start import LocalEnvironment, environment_of
@@ -37,7 +37,7 @@ from unstable_lite.games.environments import (
 from unstable_lite.games.local_game import hang_guard, reason_of
 from unstable_lite.games.openspiel.game import describe_games, trial_problem
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
-from unstable_lite.games.questions import QuestionGame, is_questions
+from unstable_lite.games.questions import QuestionGame
 from unstable_lite.types import GameSpec, Observation
 
 SLOW_RESET_S = 0.02
@@ -80,7 +80,7 @@ KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's the small 
 
 def env_family(env_id: str) -> str:
     """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`; others have none."""
-    return env_id if is_openspiel(env_id) or is_questions(env_id) else env_id.partition("-v")[0]
+    return env_id if is_built_in(env_id) else env_id.partition("-v")[0]
 
 
 def remark_on(family: str) -> str:
@@ -117,7 +117,7 @@ def _may_hang(spec: EnvSpec | GameSpec) -> bool:
 @cache
 def depends_on_hash_seed(env_id: str, num_players: int, env_kwargs: tuple[tuple[str, Any], ...]) -> bool:
     """Return whether a custom env's first observations differ between two processes; False if it does not start."""
-    if ":" not in env_id or is_openspiel(env_id) or is_questions(env_id):
+    if ":" not in env_id or is_built_in(env_id):
         return False
     command = [sys.executable, "-m", __name__, json.dumps([env_id, num_players, env_kwargs])]
     shown = list[bytes]()
@@ -139,7 +139,7 @@ def probe(
 
     Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
     """
-    if is_questions(env_id):
+    if is_judged(env_id):
         return EnvFacts(_questions_problem(env_id, num_players, observation, env_kwargs))
     if is_openspiel(env_id):
         if env_kwargs:
@@ -301,7 +301,7 @@ def trial(spec: EnvSpec) -> Trial:
 
     Not tried: an isolated env, and one that calls a model over the network.
     """
-    if is_questions(spec.env_id):
+    if is_judged(spec.env_id):
         return Trial(lengths=(1,))
     if _may_hang(spec) or (spec.env_id in env_ids() and "OpenRouter" in (source_text(spec.env_id) or "")):
         return Trial(unseen="it is isolated, or calls a model over the network")

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.config.env_ids import is_openspiel
+from unstable_lite.config.env_ids import is_judged, is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.openspiel.game import OpenSpielGame
-from unstable_lite.games.questions import QuestionGame, is_questions
+from unstable_lite.games.questions import QuestionGame
 from unstable_lite.transport.messages import MakeEnv
 from unstable_lite.types import GameSpec, Observation
 
@@ -38,7 +38,7 @@ def start_environment(
     Passes through the exceptions of TextArena. Raises ConfigError for a game of OpenSpiel or a file of questions that
     cannot be loaded.
     """
-    if is_questions(env_id):
+    if is_judged(env_id):
         return QuestionGame(env_id, num_players, seed, error_allowance)
     if is_openspiel(env_id):
         return OpenSpielGame(env_id, num_players, seed, reward_scale, error_allowance)

@@ -312,10 +312,7 @@ def _home_module(registered_id: str) -> str:
 
 def env_arguments(env_id: str) -> list[str] | None:
     """Return the keyword arguments that the env's class accepts; None if it accepts any."""
-    module, _, registered_id = env_id.rpartition(":")
-    if module:
-        plugins.import_module(module)
-    entry = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
+    entry = ta.envs.registration.ENV_REGISTRY[_prepare(env_id)].entry_point
     if isinstance(entry, str):
         home, _, name = entry.partition(":")
         entry = getattr(plugins.import_module(home), name)

@@ -48,10 +48,6 @@ class Questions:
     """Digest of the file."""
 
 
-def is_questions(env_id: str) -> bool:
-    return env_id.startswith(QUESTIONS)
-
-
 @cache
 def read_questions(env_id: str) -> Questions:
     """Return the questions of `questions:PATH.jsonl`, read once per process.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from unstable_lite.adapters.frozen import AVERAGE, drawn_member, members
+from unstable_lite.adapters.frozen import drawn_member, members
 from unstable_lite.config.env_ids import content_file
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reference import from_reference
@@ -300,10 +300,9 @@ def new_game(
 
 def _drawn(model: ModelRef, seed: int) -> ModelRef:
     """Return the model with its adapter in the game of this seed, which is drawn for an average."""
-    name = model.name or ""
-    if model.adapter_version is None or not name.startswith(AVERAGE):
+    if model.adapter_version is None or model.name is None:
         return model
-    number = drawn_member([*members(name).values()], seed, name)
+    number = drawn_member([*members(model.name).values()], seed, model.name)
     return replace(model, adapter_version=model.adapter_version + number)
 
 

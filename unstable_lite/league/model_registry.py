@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 import trueskill
 
-from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen, members, update_of, with_members
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION, members, update_of, with_members
+from unstable_lite.config.games import parse_player
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
@@ -108,8 +109,8 @@ class ModelRegistry:
         """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
         self.match_results: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Wins, draws and losses of the first of two different models against the second, by sorted uids."""
-        self._frozen_versions = range(FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION)
-        """Ids of the frozen players' adapters."""
+        self._next_frozen = FIRST_FROZEN_VERSION
+        """Id of the next frozen player's adapter."""
         self.add_policy(BASE, adapter_version=0, iteration=0)
 
     @property
@@ -151,7 +152,7 @@ class ModelRegistry:
             raise ConfigError(f"add_checkpoint: there is a model {uid!r} already; choose another uid")
         if uid == INITIAL or uid.startswith("fixed-") or update_of(Path(uid)) is not None:
             raise ConfigError(f"add_checkpoint: {uid!r} is a uid of the run's own models; choose another uid")
-        name = f"{ADAPTER}{path}"
+        name = f"adapter:{path}"
         ratings = self._inherited() if inherit else {}
         version = self._frozen_version(name)
         self._register(
@@ -172,7 +173,7 @@ class ModelRegistry:
             self._register(ModelMeta(uid=uid, kind="fixed", active=active, env_ids=env_ids, prior_mu=prior_mu))
         meta = self._models[uid]
         if meta.name is None:  # it is new, or known from a state
-            meta.name, meta.adapter_version = name, self._frozen_version(name) if is_frozen(name) else None
+            meta.name, meta.adapter_version = name, self._frozen_version(name)
         if active:
             if not meta.active or env_ids is None:
                 meta.env_ids = env_ids
@@ -187,7 +188,7 @@ class ModelRegistry:
 
     def frozen_adapters(self) -> list[ModelMeta]:
         """Return the frozen players of this run that have an adapter, in the order of their registration."""
-        return [meta for meta in self._models.values() if (meta.adapter_version or 0) in self._frozen_versions]
+        return [meta for meta in self._models.values() if meta.kind == "fixed" and meta.adapter_version]
 
     def set_anchor(self, env_id: str, uid: str) -> None:
         """Measure the ratings of an env relative to this fixed model, whose own rating stays constant."""
@@ -335,12 +336,11 @@ class ModelRegistry:
         ratings = self._models[self._current_uid].ratings
         return {env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in ratings.items()}
 
-    def _frozen_version(self, name: str) -> int:
-        """Return the id of a new frozen player's adapter; those of an average's other members follow it."""
-        if name == BASE:
-            return 0
-        first = self._frozen_versions.stop
-        self._frozen_versions = range(FIRST_FROZEN_VERSION, first + len(members(name)))
+    def _frozen_version(self, name: str) -> int | None:
+        """Return the id of its adapter (an average's others follow it); 0 for the base, None if no engine serves it."""
+        if not parse_player(name).has_adapter:
+            return 0 if name == BASE else None
+        first, self._next_frozen = self._next_frozen, self._next_frozen + len(members(name))
         return first
 
     def _register(self, meta: ModelMeta) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unstable_lite.adapters.frozen import is_adapter, is_frozen, members
+from unstable_lite.adapters.frozen import members
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import LeagueConfig, parse_player
 from unstable_lite.league.model_registry import ModelRegistry
 
 
@@ -56,7 +56,7 @@ def met_opponents(config: Config) -> list[str]:
 
 def frozen_adapters(config: Config) -> list[str]:
     """Return the names of the frozen players with an adapter that a run may meet, one for each adapter."""
-    return [member for name in met_opponents(config) if is_adapter(name) for member in members(name)]
+    return [member for name in met_opponents(config) if parse_player(name).has_adapter for member in members(name)]
 
 
 def anchors(config: Config) -> dict[str, str]:
@@ -73,7 +73,7 @@ def anchors(config: Config) -> dict[str, str]:
     for env_id, opponents in training_opponents(config).items():
         met.setdefault(env_id, []).extend(opponents)
     return {
-        env_id: min(names, key=lambda name: (name != "scripted:random", is_frozen(name)))
+        env_id: min(names, key=lambda name: (name != "scripted:random", parse_player(name).is_frozen))
         for env_id, names in met.items()
         if names
     }

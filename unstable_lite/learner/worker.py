@@ -41,6 +41,7 @@ from unstable_lite.transport.messages import (
     LoadLearner,
     Message,
     Ready,
+    Request,
     SaveLearner,
     Score,
     ScoreAnswers,
@@ -58,8 +59,6 @@ CHECK_EVERY = 10
 GROW_EVERY = 20
 """Number of updates between two attempts to double micro-batches that were halved when memory ran out."""
 OOM_ADVICE = "lower learner.max_train_len, set learner.activation_checkpointing = true, or leave it more memory"
-
-Request = Update | WriteAdapter | Score | ScoreAnswers | SaveLearner | LoadLearner
 
 log = logging.getLogger(__name__)
 
@@ -119,14 +118,7 @@ class _Worker:
     def answer(self, message: Message) -> Message:
         """Carry out a request, with the other ranks if necessary, and return the reply."""
         assert isinstance(message, Request), message
-        newest, made = self.learner.training.version, self._made
         try:
-            if isinstance(message, Update) and made is not None and message.version == newest:
-                # Its adapter had no room.
-                digest = self._write_adapter(message.path)
-                return Updated(request_id=message.request_id, metrics=made, skipped=None, digest=digest)
-            if isinstance(message, WriteAdapter | LoadLearner):
-                distributed.broadcast(message)
             return self._requests[type(message)](message)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error), is_no_room=isinstance(error, NoRoomError))
@@ -145,6 +137,7 @@ class _Worker:
 
     def _begin(self, message: WriteAdapter) -> AdapterDigest:
         started = time.perf_counter()
+        distributed.broadcast(message)
         self._continue_from(message.version)
         digest = self._write_adapter(message.path)
         return AdapterDigest(request_id=message.request_id, seconds=time.perf_counter() - started, digest=digest)
@@ -208,6 +201,9 @@ class _Worker:
             )
 
     def _update(self, message: Update) -> Updated:
+        if self._made is not None and message.version == self.learner.training.version:  # its adapter had no room
+            digest = self._write_adapter(message.path)
+            return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
         mismatch = self._mismatch(message.items, message.version)
         distributed.broadcast(message)
         result = self._make(message)
@@ -329,6 +325,7 @@ class _Worker:
 
     def _load(self, message: LoadLearner) -> Done:
         """Continue from a state, with the result of the update that made it. Only rank 0 reads its files."""
+        distributed.broadcast(message)
         directory = None if distributed.rank() else Path(message.path)
         with distributed.broadcast_directory(directory) as state:
             self.learner.training.load(state)

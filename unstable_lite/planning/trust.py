@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import content_file, is_openspiel
+from unstable_lite.config.env_ids import is_built_in
+from unstable_lite.config.games import parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import AppendFile, check_links
 from unstable_lite.games import api_keys
 from unstable_lite.games.api_keys import SERVER_KEY, is_in_clear, key_variable
-from unstable_lite.games.openspiel.players import MCTS
-from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, is_remote
+from unstable_lite.games.players.factory import SCRIPTED_PLAYERS
 from unstable_lite.league.opponents import training_opponents
 from unstable_lite.models import BUILTIN
-from unstable_lite.types import ModelRef
 
 CONFIG, SEAL = "config.toml", "config.seal"
 SECRET_BYTES = 32
@@ -85,7 +83,7 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         for name, inner in value.items():
             inside = f"{key}.{name}" if key else name
             if inside not in _TEXT_KEYS:
-                if ":" in name and not (_runs_no_code(name) and key.endswith(".weights")):
+                if ":" in name and not (is_built_in(name) and key.endswith(".weights")):
                     yield key, name, ""
                 yield from _risks(inside, inner)
     elif isinstance(value, list):
@@ -99,18 +97,11 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         if variable := _key_sent_to(value):
             yield key, value, f" ({variable} is sent there)"
     elif isinstance(value, str) and ":" in value and value not in _SHIPPED:  # plugins and env ids are imported
-        last = key.rpartition(".")[2]
-        is_opponent = last in ("fixed_opponent", "fixed_opponents")
-        is_data = is_opponent and (value.startswith(MCTS) or is_remote(ModelRef(uid=value, kind="fixed", name=value)))
-        # Adapters are checked files without code.
-        is_data = is_data or ((is_opponent or last in ("players", "imitate")) and is_frozen(value))
-        if not (is_data or (last == "env_id" and _runs_no_code(value))):
+        last, player = key.rpartition(".")[2], parse_player(value)
+        is_opponent = last in ("fixed_opponent", "fixed_opponents") and player.kind != "class"
+        is_frozen = last in ("players", "imitate") and player.is_frozen  # adapters are checked files without code
+        if not (is_opponent or is_frozen or (last == "env_id" and is_built_in(value))):
             yield key, value, ""
-
-
-def _runs_no_code(env_id: str) -> bool:
-    """Return whether nothing is imported for the env: it is a game of OpenSpiel, or a file of questions."""
-    return is_openspiel(env_id) or content_file(env_id) is not None
 
 
 def _key_sent_to(url: str) -> str | None:
@@ -130,9 +121,8 @@ def clear_key_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each server on another machine that is sent a key without encryption."""
     fixed = {env.fixed_opponent for env in config.eval_envs}.union(*training_opponents(config).values())
     url, engine = api_keys.endpoint_url(config.opponents.base_url), config.engine
-    sent = [("opponents.base_url", url, key_variable(url))] * any(
-        is_remote(ModelRef(uid=name, kind="fixed", name=name)) for name in fixed if not is_frozen(name)
-    )
+    is_asked = any(parse_player(name).kind == "remote" for name in fixed)
+    sent = [("opponents.base_url", url, key_variable(url))] * is_asked
     sent += [("engine.urls", url, SERVER_KEY) for url in engine.urls]
     for key, url, variable in sent:
         if os.environ.get(variable) and is_in_clear(url):

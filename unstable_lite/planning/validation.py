@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, is_frozen, read_facts
+from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, read_facts
 from unstable_lite.adapters.peft_files import check_adapter, is_file
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec, parse_player
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
@@ -224,8 +224,8 @@ def _env_problems(config: Config) -> Iterator[str]:
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
         # Frozen players play in all envs.
-        for name in _opponents(config, spec):
-            if not is_frozen(name) and (reason := why_not_seated(name, spec, config.opponents)) is not None:
+        for name in (name for name in _opponents(config, spec) if not parse_player(name).is_frozen):
+            if (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from unstable_lite.config.env_ids import is_judged
+from unstable_lite.config.games import parse_player
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import (
     Caught,
@@ -281,7 +282,7 @@ def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
     """Return the kind of opponent that `model` is for a player whose model is `own`."""
     if model.kind == "checkpoint":
         return "mirror" if model == own else "checkpoint"
-    return "scripted" if (model.name or "").startswith("scripted:") else "fixed"
+    return "scripted" if parse_player(model.name or "").kind == "scripted" else "fixed"
 
 
 class GameRunner:
@@ -360,9 +361,8 @@ class GameRunner:
         """Count and log a game that failed or whose env raised. Raise an error that no other game can survive."""
         spec, env_id = record.spec, record.spec.env_id
         if error is None:
-            seated = {turn.pid for turn in record.turns}
             # Otherwise perhaps no prompt of the env fits, and another player moved first.
-            if record.reason != CONTEXT_FULL or len(seated) == spec.num_players:
+            if record.reason != CONTEXT_FULL or len({turn.pid for turn in record.turns}) == spec.num_players:
                 self._failures_in_a_row[env_id] = 0
             return
         if isinstance(error, WorkerDied | ConfigError):

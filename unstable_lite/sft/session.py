@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.adapters.frozen import is_adapter, is_frozen
 from unstable_lite.config import Config
+from unstable_lite.config.games import parse_player
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import MISTAKES, EnvError, UnstableError
 from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
@@ -62,7 +62,7 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 
 
 def _has_engines(config: Config) -> bool:
-    return config.sft.data is None and any(map(is_frozen, config.sft.players))
+    return config.sft.data is None and any(parse_player(name).is_frozen for name in config.sft.players)
 
 
 def _before_its_own_output(config: Config) -> Config:
@@ -98,9 +98,9 @@ def _player_problems(config: Config) -> Iterator[str]:
     for name in config.sft.imitate or ():
         if name not in players:
             yield f"sft.imitate: {name!r} is not one of sft.players = {list(config.sft.players)}"
-    adapters = list(filter(is_adapter, players))
+    adapters = [name for name in players if parse_player(name).has_adapter]
     yield from (f"sft.players: {problem}" for problem in frozen_problems(adapters, config))
-    for name in itertools.filterfalse(is_frozen, players):
+    for name in (name for name in players if not parse_player(name).is_frozen):
         problems = (why_not_seated(name, env, config.opponents) for env in config.train_envs)
         for problem in dict.fromkeys(filter(None, problems)):
             yield f"sft.players: {problem} (players are named as in league.fixed_opponents)"

@@ -23,10 +23,11 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from unstable_lite.adapters.frozen import ADAPTER, NEWEST, RUN, find_adapter
+from unstable_lite.adapters.frozen import NEWEST, find_adapter
 from unstable_lite.adapters.peft_files import CONFIG as ADAPTER_CONFIG
 from unstable_lite.adapters.peft_files import WEIGHTS, read_json
-from unstable_lite.config.env_ids import QUESTIONS
+from unstable_lite.config.env_ids import content_file
+from unstable_lite.config.games import parse_player
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.files import read_records, understood
 from unstable_lite.games.templates import known_templates
@@ -91,7 +92,7 @@ class Publication:
         which = f"ckpt-{checkpoint}" if checkpoint.isdecimal() else NEWEST if checkpoint == "last" else checkpoint
         if not re.fullmatch(rf"ckpt-\d+|{NEWEST}|best", which):
             raise ConfigError(f"--checkpoint {checkpoint}: give the number of an update, 'best' or 'last'")
-        self.adapter = find_adapter(f"{RUN}{self.run}/{which}")
+        self.adapter = find_adapter(f"run:{self.run}/{which}")
         # Only the base's own code can run, and only if it is loaded here.
         self.config = checked_config(run_config(run, (), trusts_config) if merges else run / CONFIG)
         if problem := base_problem(self.adapter, self.config):
@@ -241,12 +242,11 @@ def _public(key: str, value: Any, left_out: list[str] | None) -> Any:
 def _without_directories(text: str) -> str:
     """Return a value without the directories of a path in it: the last part of a local path, or two parts of a run's.
 
-    The path may follow `adapter:`, `run:` or `questions:`.
+    The path may follow `adapter:`, `run:`, `average:` or `questions:`.
     """
-    for prefix in (ADAPTER, RUN, QUESTIONS):
-        if text.startswith(prefix):
-            parts = Path(text.removeprefix(prefix)).parts[-2 if prefix == RUN else -1 :]
-            return prefix + "/".join(parts)
+    word, _, path = text.partition(":")
+    if parse_player(text).has_adapter or content_file(text):
+        return f"{word}:{'/'.join(Path(path).parts[-2 if word == 'run' else -1 :])}"
     return Path(text).name if text.startswith(("/", "~", "./", "../")) and "\n" not in text else text
 
 

@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
             checkpoint, fitting("builtin:tiny", number), base=packaged, target_modules=["q_proj", "down_proj"]
         )
     text = runs.write_small(tmp_path / "secret-place").read_text()
-    text = text.replace('"scripted:random"]', f'"scripted:random", "run:{tmp_path}/secret-place/other/ckpt-4"]')
+    text = text.replace('"scripted:random"]', f'"scripted:random", "run:{directory}/ckpt-4", "average:{directory}"]')
     text += f'[opponents]\nbase_url = "http://{"secret-host"}/v1"\n[tracker]\nwandb_project = "secret-project"\n'
     (directory / "config.toml").write_text(text)
     lines = [evaluation(0, 0.48), evaluation(1, 0.6), evaluation(2, 0.87)]

@@ -12,8 +12,6 @@ from fakes.handmade_adapters import small, write_adapter
 from unstable_lite.adapters import frozen
 from unstable_lite.adapters.frozen import (
     find_adapter,
-    is_adapter,
-    is_frozen,
     keep_copy,
     members,
     read_facts,
@@ -21,6 +19,7 @@ from unstable_lite.adapters.frozen import (
     with_members,
 )
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
+from unstable_lite.config.games import parse_player
 from unstable_lite.errors import AdapterError, ConfigError, UnstableError
 from unstable_lite.tracking.run_directory import to_toml
 
@@ -48,8 +47,9 @@ def found(word: str) -> str:
 
 
 def test_names_of_frozen_players_differ_from_others_and_have_their_own_copies():
-    assert all(map(is_frozen, ("base", "adapter:x", "run:x/best", "adapter:Capital")))
-    assert not any(map(is_frozen, ("scripted:random", "my_module:MyPlayer", "vendor/model:free", "./base")))
+    assert all(parse_player(name).is_frozen for name in ("base", "adapter:x", "run:x/best", "adapter:Capital"))
+    others = ("scripted:random", "my_module:MyPlayer", "vendor/model:free", "./base")
+    assert not any(parse_player(name).is_frozen for name in others)
     names = ["run:a/b/best", "run:a-b/best", "adapter:a/b/best", "run:a/b/newest", f"run:{'x' * 300}/best"]
     slugs = set(map(slug, names))
     assert len(slugs) == len(names)
@@ -201,7 +201,7 @@ def test_average_has_the_saved_adapters_as_members_with_equal_or_rising_weights(
     for kept in (f"{name}/ckpt-2,5", "base", f"{run}/newest", "vendor/average:model"):
         assert with_members(kept) == kept
     assert len(members(name)) == 4 and members("base") == {"base": 1.0}
-    assert is_frozen(name) and is_adapter(name)
+    assert parse_player(name).is_frozen and parse_player(name).has_adapter
     with pytest.raises(ConfigError, match=r"average:nowhere.* is not a run directory"):
         members("average:nowhere")
     with pytest.raises(ConfigError, match="names no run"):

@@ -1,15 +1,13 @@
 """Create the player for the AgentSpec of a seat, and check whether it can play now.
 
-A fixed opponent is `scripted:NAME`, a user's class as `module:Class` (with a capital letter), or otherwise the name of
-a model behind an OpenAI-compatible endpoint. Engines answer for every model with an adapter version: the policy,
-checkpoints, frozen players.
+A fixed opponent is a scripted player, a user's class, or a model behind an OpenAI-compatible endpoint. Engines answer
+for every model with an adapter version: the policy, checkpoints, frozen players.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from unstable_lite import plugins
-from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.games import OpponentsConfig, parse_player
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
 from unstable_lite.games.openspiel.players import MCTS, CfrPlayer, mcts_class
@@ -54,8 +52,6 @@ SCRIPTED_PLAYERS |= {
 SCRIPTED_PLAYERS["scripted:cfr"] = CfrPlayer
 DESCRIPTORS_BESIDES = 128
 """File descriptors of a run besides one connection per request to an endpoint; games have none."""
-_CUSTOM_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
-"""Name of a user's class: `my_module:MyPlayer`, but neither `vendor/model:free` nor `llama3:8b`."""
 
 
 class PlayerFactory:
@@ -170,7 +166,7 @@ def _most_descriptors() -> int:
 
 def is_remote(model: ModelRef) -> bool:
     """Return whether the endpoint serves the model."""
-    return model.kind == "fixed" and model.adapter_version is None and not _is_local_name(_name(model))
+    return model.kind == "fixed" and model.adapter_version is None and parse_player(_name(model)).kind == "remote"
 
 
 def opponent_problem(
@@ -180,7 +176,8 @@ def opponent_problem(
 
     observation: the env's first one, if it starts.
     """
-    if not _is_local_name(name):
+    kind = parse_player(name).kind
+    if kind == "remote":
         configured = opponents.base_url if opponents else None
         url = endpoint_url(configured)
         if (problem := url_problem(url)) is not None:  # a problem of the config is reported with its key
@@ -199,7 +196,7 @@ def opponent_problem(
         player_class = _player_class(name)
     except ConfigError as error:
         return str(error)
-    if not name.startswith("scripted:"):
+    if kind == "class":
         act = getattr(player_class, "act", None)
         has_interface = inspect.isclass(player_class) and inspect.iscoroutinefunction(act)
         try:
@@ -223,14 +220,10 @@ def _name(model: ModelRef) -> str:
     return model.name
 
 
-def _is_local_name(name: str) -> bool:
-    return name.startswith("scripted:") or _CUSTOM_CLASS.fullmatch(name) is not None
-
-
 def _player_class(name: str) -> Callable[..., Player]:
     """Return a local player's class. Raises ConfigError."""
     if name.startswith(MCTS):
         return mcts_class(name)
-    if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
+    if parse_player(name).kind == "scripted" and name not in SCRIPTED_PLAYERS:
         raise ConfigError(f"no scripted opponent {name!r}; there are {', '.join(SCRIPTED_PLAYERS)} and {MCTS}N")
     return plugins.find("opponent", name, SCRIPTED_PLAYERS)
