@@ -27,10 +27,10 @@ from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links
-from unstable_lite.games.players.factory import is_remote
+from unstable_lite.games.players.factory import is_local_player
 from unstable_lite.planning.validation import base_problem
 from unstable_lite.rng import digest_of
-from unstable_lite.types import BASE, ModelRef
+from unstable_lite.types import BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 
 
 def _find(word: str) -> list[EvaluatedModel]:
-    if is_frozen(word) or not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
+    if is_frozen(word) or is_local_player(word):
         return [opponent(word)]
     path = Path(word).expanduser()
     if path.is_dir():

@@ -15,12 +15,11 @@ from statistics import fmean
 from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, LeagueConfig, TrainEnvSpec
-from unstable_lite.games.players.factory import is_remote
+from unstable_lite.games.players.factory import is_local_player
 from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents
 from unstable_lite.planning.defaults import active_checkpoints, changing_slots, holds_games
 from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
 from unstable_lite.rollout.rejection import MOST_JUDGED
-from unstable_lite.types import ModelRef
 
 SYNC_SPARE = 1.1
 """Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""
@@ -123,8 +122,8 @@ def describe_games(config: Config, lengths: Mapping[str, Sequence[int]]) -> str:
         asked += [(spec, evaluations / len(config.eval_envs), 1, [spec.fixed_opponent]) for spec in config.eval_envs]
     requests = 0.0
     for spec, number, own, names in asked:
-        players = [ModelRef(uid=name, kind="fixed", name=name) for name in names if not is_frozen(name)]
-        if own < spec.num_players and (of_endpoints := sum(map(is_remote, players))):
+        of_endpoints = sum(not (is_frozen(name) or is_local_player(name)) for name in names)
+        if own < spec.num_players and of_endpoints:
             of_others = (1 - own / spec.num_players) * turns.get(spec.env_id, spec.max_turns)
             requests += number * of_others * of_endpoints / len(names)
     return text + f"; {_number(requests)} requests to endpoints" * (requests > 0)

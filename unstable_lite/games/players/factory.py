@@ -170,7 +170,7 @@ def _most_descriptors() -> int:
 
 def is_remote(model: ModelRef) -> bool:
     """Return whether the endpoint serves the model."""
-    return model.kind == "fixed" and model.adapter_version is None and not _is_local_name(_name(model))
+    return model.kind == "fixed" and model.adapter_version is None and not is_local_player(_name(model))
 
 
 def opponent_problem(
@@ -180,7 +180,7 @@ def opponent_problem(
 
     observation: the env's first one, if it starts.
     """
-    if not _is_local_name(name):
+    if not is_local_player(name):
         configured = opponents.base_url if opponents else None
         url = endpoint_url(configured)
         if (problem := url_problem(url)) is not None:  # a problem of the config is reported with its key
@@ -223,7 +223,8 @@ def _name(model: ModelRef) -> str:
     return model.name
 
 
-def _is_local_name(name: str) -> bool:
+def is_local_player(name: str) -> bool:
+    """Return whether a player is scripted or a custom class: no frozen player, and none behind the endpoint."""
     return name.startswith("scripted:") or _CUSTOM_CLASS.fullmatch(name) is not None
 
 
