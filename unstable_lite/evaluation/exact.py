@@ -104,7 +104,7 @@ def models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedMode
     """Return the models that are asked in each env, each once, with any opponents."""
     asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
     for cell in as_trained(cells):
-        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
+        asked.setdefault(cell.env.changed(fixed_opponent=""), {})[cell.model] = None
     return {env: list(models) for env, models in asked.items()}
 
 

@@ -145,13 +145,7 @@ class AnswerScorer:
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
         learner = {"kernels": "torch", "activation_checkpointing": False}
         learner |= {"dtype": "float32"} if device == "cpu" else {}
-        config = config.model_copy(
-            update={
-                "eval_envs": tuple(envs),
-                "learner": config.learner.model_copy(update=learner),
-                "lora": config.lora.model_copy(update={"initial_lora_path": None}),
-            }
-        )
+        config = config.changed(eval_envs=tuple(envs), learner=learner, lora={"initial_lora_path": None})
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             self._policy = Policy(config, device)
         self._answers = AnswerScores(self._policy, config)

@@ -105,12 +105,7 @@ class Placement:
         ours, theirs = engine.gpu_memory_utilization or default / num_engines, learner.gpu_memory_utilization
         if is_shared and engine.when_shared == "split":
             theirs = theirs or max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
-        return self.config.model_copy(
-            update={
-                "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
-                "learner": learner.model_copy(update={"gpu_memory_utilization": theirs}),
-            }
-        )
+        return self.config.changed(engine={"gpu_memory_utilization": ours}, learner={"gpu_memory_utilization": theirs})
 
     def divided_for(self, devices: Sequence[int | str]) -> Config:
         """Return the config of the worker on these devices: an engine apart from the learner has its GPU to itself."""
@@ -232,17 +227,17 @@ class Placement:
         learner, shape = self.config.learner, shape_of(self.config.model_name)
         if learner.activation_checkpointing != "auto" or not self.learner_devices:
             return learner, "set in the config"
-        is_on = learner.model_copy(update={"activation_checkpointing": True})
+        is_on = learner.changed(activation_checkpointing=True)
         room = self._learner_room()
         if shape is None or room is None:
             return is_on, "the model's shape or the memory of the learner's device is not known"
-        is_off = learner.model_copy(update={"activation_checkpointing": False})
+        is_off = learner.changed(activation_checkpointing=False)
         has_critic, is_on_gpu = algorithm_of(self.config).has_critic, "cpu" not in self.learner_devices
         tokens, longest = self._largest_micro_batch()
         memory = learner_memory(shape, is_off, self.config.lora, has_critic, is_on_gpu, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
-            is_off = is_off.model_copy(update={"max_tokens_per_micro_batch": tokens})
+            is_off = is_off.changed(max_tokens_per_micro_batch=tokens)
         reason = (
             f"without it a micro-batch of {tokens:,} tokens needs {memory.total(tokens) / GIB:.1f} of the learner's "
             f"{room / GIB:.1f} GiB (computed)"
@@ -273,17 +268,21 @@ class Placement:
         return min(rooms)
 
 
-def place(config: Config, has_engines: bool = True) -> Placement:
+def place(config: Config, has_engines: bool = True, has_learner: bool = True) -> Placement:
     """Return the devices of engines and learner. Raises ConfigError for devices that this machine does not have."""
-    engine, learner = config.engine, config.learner
+    engine, of_learner = config.engine, config.learner.devices if has_learner else ("cpu",)
     if engine.kind == VLLM_SERVER:
         devices: Devices = engine.urls
-        _, learner_devices = resolve_devices(("cpu",), learner.devices)
+        _, learner_devices = resolve_devices(("cpu",), of_learner)
     else:
-        devices, learner_devices = resolve_devices(engine.devices, learner.devices)
+        devices, learner_devices = resolve_devices(engine.devices, of_learner)
         if engine.devices == "auto" and (left_over := len(devices) % engine.tensor_parallel):
             devices = devices[:-left_over] or devices
-    return Placement(config=config, engine_devices=devices if has_engines else (), learner_devices=learner_devices)
+    return Placement(
+        config=config,
+        engine_devices=devices if has_engines else (),
+        learner_devices=learner_devices if has_learner else (),
+    )
 
 
 def memory_bytes(device: int | str) -> int | None:

@@ -14,7 +14,6 @@ from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.games import against
 from unstable_lite.config.reading import read_config
-from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import trial
@@ -211,8 +210,7 @@ def make_engine_plan(config: Config) -> Plan:
     """Plan engines that have all devices to themselves. Raises ConfigError with every problem of engines and envs."""
     if problems := find_engine_problems(config):
         raise ConfigError(*problems)
-    devices = place(config.model_copy(update={"learner": LearnerConfig(devices=("cpu",))})).engine_devices
-    placed = Placement(config=config, engine_devices=devices, learner_devices=())
+    placed = place(config, has_learner=False)
     if problems := list(machine_problems(placed)):
         raise ConfigError(*problems)
     return plan_workers(placed)
@@ -231,14 +229,13 @@ def plan_workers(placed: Placement) -> Plan:
     kind, reason = engine_of(config, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, usable_cpus() // max(1, workers_on_cpu))
-    engine = config.engine.model_copy(update={"kind": kind})
     return Plan(
-        config=config.model_copy(update={"engine": engine, "learner": learner}),
+        config=config.changed(engine={"kind": kind}, learner=learner),
         engine_devices=engine_devices,
         learner_devices=learner_devices,
         engine_reason=reason,
         checkpointing_reason=why_checkpointed,
-        engine_threads=engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
+        engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
         learner_threads=learner.threads or (share if "cpu" in learner_devices else LEARNER_THREADS_ON_GPU),
     )
 

@@ -221,7 +221,7 @@ def evaluation_plan(directory: Path, model: str, when_shared: str = "split") -> 
         f'model_name = "{model}"\n[engine]\nkind = "transformers"\nwhen_shared = "{when_shared}"\n'
         '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
     )
-    return plan_evaluation(["base"], output=directory / "eval", config=config, opponents=["scripted:random"]).plan
+    return plan_evaluation(["base"], config=config, opponents=["scripted:random"]).plan
 
 
 @pytest.mark.parametrize("when_shared", ["split", "sleep"])
