@@ -159,43 +159,39 @@ class Placement:
 
     def _too_small(self, device: int | str) -> Iterator[str]:
         """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
-        takes_turns, name = self.config.engine.when_shared == "sleep", listed([device])
-        engines = (engine for engine in self.devices_by_engine if device in engine)
-        of_engines, of_learner = self._shares(self.divided_for((device, *chain(*engines))), device)
-        is_split = device in self.shared_devices and not takes_turns
-        is_divisible = not is_split or (of_learner > 0 and round(of_engines + of_learner, 6) <= 1)
-        if device != "cpu" and not (of_engines <= 1 and is_divisible):
-            learner = f" and learner.gpu_memory_utilization ({of_learner:g})" * is_split
-            left = ", or leave no part of it to the learner" * is_split
-            yield (
-                f"engine.gpu_memory_utilization ({of_engines:g} for all engines there){learner} exceed the memory of "
-                f"{name}{left}; lower engine.gpu_memory_utilization"
-            )
-            return
         room, least = memory_bytes(device), self._least(device)
-        if room is None or least is None:
-            return
         if device == "cpu":
-            if sum(least) > room:
+            if room is not None and least is not None and sum(least) > room:
                 yield (
                     f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least "
                     f"{sum(least) / GIB:.1f} (computed); lower engine.kv_cache_gb, engine.max_loras or "
                     "lora.lora_rank, or use a smaller model"
                 )
             return
-        left_over = 1 - UNASSIGNED - of_engines
-        shares = of_engines, left_over if takes_turns or not of_learner else of_learner
-        are_both_here = of_engines > 0 and least[1] > 0
-        remedies = (
-            "raise engine.gpu_memory_utilization",
-            f"{'lower engine' if are_both_here else 'raise learner'}.gpu_memory_utilization",
-        )
-        for section, needed, share, remedy in zip(("engine", "learner"), least, shares, remedies, strict=True):
-            if needed > room * share:
-                yield (
-                    f"the {section}'s share of {name} is {room * share / GIB:.1f} GiB, but it needs at least "
-                    f"{needed / GIB:.1f} (computed); {remedy}, or use a smaller model or more GPUs"
-                )
+        engines = (engine for engine in self.devices_by_engine if device in engine)
+        of_engines, of_learner = self._shares(self.divided_for((device, *chain(*engines))), device)
+        takes_turns, name = self.config.engine.when_shared == "sleep", listed([device])
+        is_split = device in self.shared_devices and not takes_turns
+        key = f"engine.gpu_memory_utilization ({of_engines:g} for all engines there)"
+        if is_split and not (of_learner > 0 and round(of_engines + of_learner, 6) <= 1):
+            yield (
+                f"{key} and learner.gpu_memory_utilization ({of_learner:g}) exceed the memory of {name}, or leave no "
+                "part of it to the learner; lower engine.gpu_memory_utilization"
+            )
+        elif of_engines > 1:
+            yield f"{key} exceeds the memory of {name}; lower it"
+        elif room is not None and least is not None:
+            if takes_turns or not of_learner:
+                of_learner = 1 - UNASSIGNED - of_engines
+            more_for_learner = "lower engine" if of_engines > 0 and least[1] > 0 else "raise learner"
+            sides = (("engine", of_engines, "raise engine"), ("learner", of_learner, more_for_learner))
+            for needed, (section, share, remedy) in zip(least, sides, strict=True):
+                if needed > room * share:
+                    yield (
+                        f"the {section}'s share of {name} is {room * share / GIB:.1f} GiB, but it needs at least "
+                        f"{needed / GIB:.1f} (computed); {remedy}.gpu_memory_utilization, or use a smaller model or "
+                        "more GPUs"
+                    )
 
     def _shares(self, divided: Config, device: int | str) -> tuple[float, float]:
         """Return the shares of a GPU's memory of all engines there together and of the learner; 0 if not limited."""

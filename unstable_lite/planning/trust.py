@@ -84,7 +84,8 @@ def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             if variable := _key_sent_to(value):
                 yield key, value, f" ({variable} is sent there)"
         elif last == "trust_remote_code" or (is_text and key.startswith("engine.options.")):
-            yield from [(key, value, "")] * bool(value)
+            if value:
+                yield key, value, ""
         elif is_text and ":" in value and not (last in _IS_DATA and _IS_DATA[last](value)):
             yield key, value, ""
 
@@ -95,7 +96,8 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             inside = f"{key}.{name}" if key else name
             if inside not in _TEXT_KEYS:
-                yield from [(key, name)] * (":" in name)
+                if ":" in name:
+                    yield key, name
                 yield from _entries(inside, inner)
     elif isinstance(value, list):
         for inner in value:
