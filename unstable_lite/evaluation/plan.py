@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,11 +244,6 @@ def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[st
     if problems:
         raise ConfigError(*problems)
     return found
-
-
-def as_trained(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells with the sampling of training, each once."""
-    return distinct(replace(cell, env=cell.env.changed(temperature=None, top_p=None)) for cell in cells)
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:

@@ -20,7 +20,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.exact import ExactResult, exact_result, exact_trees, models_by_env
+from unstable_lite.evaluation.exact import ExactResult, exact_games, exact_result, models_by_env
 from unstable_lite.evaluation.models import EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.probing import (
@@ -116,11 +116,11 @@ def evaluate_exactly(
     and the errors of `action_distribution`.
     """
     check_served(cell.model for cell in evaluation.cells if not cell.model.members)
-    asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
-    scorer = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run)
-    for env, tree in trees.items():
+    games = exact_games(evaluation, is_forced, say)
+    scorer = AnswerScorer(evaluation.plan.config, list(games), run=evaluation.run)
+    for env, (tree, models) in games.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
-        for model in asked[env]:
+        for model in models:
             if model.members and tree.shares_positions:
                 say(f"left out: {model.name} in {env.env_id}: its positions are boards, where an average has no value")
                 continue
