@@ -30,7 +30,7 @@ from unstable_lite.engines.vllm_checks import vllm_problems
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.models import model_errors, read_json, resolve_model
 from unstable_lite.models.layers import check_layers
-from unstable_lite.planning.defaults import adapters_in_memory, algorithm_of
+from unstable_lite.planning.defaults import adapters_in_memory, algorithm_of, resolve_defaults
 from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
@@ -265,7 +265,11 @@ class Placement:
 
 
 def place(config: Config, has_engines: bool = True, has_learner: bool = True) -> Placement:
-    """Return the devices of engines and learner. Raises ConfigError for devices that this machine does not have."""
+    """Return the devices of engines and learner, with the config's open settings decided.
+
+    Raises ConfigError for devices that this machine does not have.
+    """
+    config = resolve_defaults(config)
     engine, of_learner = config.engine, config.learner.devices if has_learner else ("cpu",)
     if engine.kind == VLLM_SERVER:
         devices: Devices = engine.urls

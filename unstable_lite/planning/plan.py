@@ -21,12 +21,7 @@ from unstable_lite.league.opponents import describe_strategy, frozen_adapters, t
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.models.layers import no_forest
 from unstable_lite.planning import staleness
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    adapter_slots_needed,
-    adapters_in_memory,
-    resolve_defaults,
-)
+from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.envs import (
     context_warnings,
     describe_envs,
@@ -223,7 +218,6 @@ def _plan_run(config: Config, copies: Path | None) -> Plan:
 
 def plan_workers(placed: Placement) -> Plan:
     """Decide engine and threads for a config without problems. Raises ConfigError if the engine cannot serve."""
-    placed = replace(placed, config=resolve_defaults(placed.config))
     learner, why_checkpointed = placed.decide_checkpointing()
     config, engine_devices, learner_devices = placed.config, placed.engine_devices, placed.learner_devices
     kind, reason = engine_of(config, engine_devices)
