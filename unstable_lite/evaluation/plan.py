@@ -177,19 +177,12 @@ def plan_evaluation(
     elif theirs:
         cells = make_cells(ours, theirs, specs)
     else:
-        own = _own_opponents(specs, copies_of(config))
-        cells = [
-            cell for spec in specs for cell in make_cells(ours, [own.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
-        ]
-    plan = _engine_plan(given, cells := distinct(cells))
+        cells = make_own_cells(ours, specs, copies_of(config))
+    cells = list({cell.key: cell for cell in cells}.values())  # of envs that differ only in another opponent, one
+    plan = _engine_plan(given, cells)
     in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
     run = run or find_run([str(config)])
     return EvaluationPlan(plan=plan, cells=tuple(cells), is_ladder=ladder, run=run)
-
-
-def distinct(cells: Iterable[Cell]) -> list[Cell]:
-    """Return each cell once, regardless of the other opponents of its env in the config."""
-    return list({cell.key: cell for cell in cells}.values())
 
 
 def make_cells(
@@ -232,8 +225,8 @@ def make_ladder_cells(
     return [*rated, *make_cells([model for model in models if model not in rungs], rungs, envs)]
 
 
-def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[str, EvaluatedModel]:
-    """Return the `fixed_opponent` of every env with several seats. Raises ConfigError with every problem of one."""
+def make_own_cells(models: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
+    """Pair every model with the `fixed_opponent` of every env. Raises ConfigError with every problem of one."""
     found: dict[str, EvaluatedModel] = {}
     problems: list[str] = []
     for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
@@ -243,7 +236,9 @@ def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[st
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return found
+    return [
+        cell for spec in specs for cell in make_cells(models, [found.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
+    ]
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:

@@ -88,17 +88,16 @@ class Placement:
         """Number of the learner's ranks on all machines."""
         return len(self.learner_devices) + self.config.learner.remote_ranks
 
-    @property
-    def divided(self) -> Config:
-        """Config with `gpu_memory_utilization` set in each section whose workers share a GPU with others.
+    def divided_for(self, devices: Sequence[int | str]) -> Config:
+        """Return the config of the worker on these devices, with `gpu_memory_utilization` set if it shares a GPU.
 
-        The learner's share may be 0.
+        An engine apart from the learner shares its GPU only with other engines. The learner's share may be 0.
         """
         engine, learner = self.config.engine, self.config.learner
-        is_shared = any(isinstance(device, int) for device in self.shared_devices)
-        num_engines = max(
-            (self.engine_devices.count(gpu) for gpu in self.engine_devices if isinstance(gpu, int)), default=1
-        )
+        is_apart = set(devices).isdisjoint(self.learner_devices)
+        gpus = [gpu for gpu in self.engine_devices if isinstance(gpu, int) and (gpu in devices or not is_apart)]
+        is_shared = not is_apart and not set(gpus).isdisjoint(self.learner_devices)
+        num_engines = max(map(gpus.count, gpus), default=1)
         if not is_shared and num_engines == 1:
             return self.config
         default = ENGINE_SHARE[engine.when_shared] if is_shared else engine.gpu_share
@@ -106,13 +105,6 @@ class Placement:
         if is_shared and engine.when_shared == "split":
             theirs = theirs or max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
         return self.config.changed(engine={"gpu_memory_utilization": ours}, learner={"gpu_memory_utilization": theirs})
-
-    def divided_for(self, devices: Sequence[int | str]) -> Config:
-        """Return the config of the worker on these devices: an engine apart from the learner has its GPU to itself."""
-        if not set(devices).isdisjoint(self.learner_devices):
-            return self.divided
-        own = tuple(device for device in self.engine_devices if device in devices)
-        return Placement(config=self.config, engine_devices=own, learner_devices=()).divided
 
     def problems(self) -> Iterator[str]:
         """Yield each reason why the workers on one device cannot share it, or have too little memory there."""
@@ -145,7 +137,7 @@ class Placement:
             yield f"memory of {listed([device])}", "; ".join(self._describe_memory(device))
 
     def _describe_memory(self, device: int | str) -> Iterator[str]:
-        of_engines, of_learner = self._shares(self.divided, device)
+        of_engines, of_learner = self._shares(self.divided_for((device,)), device)
         size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
         if device == "cpu":
             yield f"both allocate as needed{size}"
@@ -254,7 +246,7 @@ class Placement:
 
         An engine that sleeps keeps its context and CUDA graphs.
         """
-        config, rooms = self.divided, []
+        config, rooms = self.divided_for(self.learner_devices), []
         for device in self.learner_devices:
             if (room := memory_bytes(device)) is None:
                 return None

@@ -141,8 +141,8 @@ class Plan(Placement):
         else:
             shares = {devices: self.divided_for(devices).engine.gpu_share for devices in self.devices_by_engine}
             by_engine = ", ".join(f"{share:.0%} of {listed(devices)}" for devices, share in shares.items())
-            is_equal = len(set(shares.values())) < 2
-            yield "engine memory", f"{self.divided.engine.gpu_share:.0%} of the GPU" if is_equal else by_engine
+            one, *others = dict.fromkeys(shares.values())
+            yield "engine memory", by_engine if others else f"{one:.0%} of the GPU"
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:
         config, run = self.config, self.config.run
