@@ -82,7 +82,7 @@ def exact_result(model: str, env_id: str, tree: GameTree, policy: Policy | Sampl
 def exact_games(
     evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]
 ) -> dict[EvalEnvSpec, tuple[GameTree, list[EvaluatedModel]]]:
-    """Return game and models of each env that can be evaluated against a best response; `say` what is left out.
+    """Return game and models of each env that can be evaluated against a best response; report the others by `say`.
 
     Raises ConfigError if there is none.
     """
