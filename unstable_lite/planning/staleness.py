@@ -68,7 +68,8 @@ def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: 
         least *= SYNC_SPARE if staleness else 1.0
         oldest = 0
     least = min(math.ceil(least), config.buffer_size)
-    max_turn_age, turns = None if holds_games(config) else slots - 1, mean_turns(config, lengths)
+    max_turn_age = None if holds_games(config) else slots - 1
+    turns = mean_turns(config, lengths)
     steps_per_seat = {spec.env_id: turns[spec.env_id] / spec.num_players for spec in config.train_envs}
     return InFlight(config.learner.batch_size, least, oldest, steps_per_seat, max_turn_age)
 
