@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from unstable_lite.adapters.frozen import is_adapter
 from unstable_lite.config import Config
+from unstable_lite.config.games import parse_player
 from unstable_lite.config.reading import parse_config, parse_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
@@ -295,7 +295,9 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
     kind, _, _ = str(measure.metric).partition("/")
     if kind == EXPLOITER:
         opponents = config.league.fixed_opponents
-        has_policy = [is_adapter(n) or n.startswith(TARGET) or n in (BASE, "scripted:random") for n in opponents]
+        has_policy = [
+            parse_player(n).has_adapter or n.startswith(TARGET) or n in (BASE, "scripted:random") for n in opponents
+        ]
         has_one = len(config.train_envs) == 1 and has_policy == [True]
         return [f"{EXPLOITER}/{value}" for value in EXPLOITER_VALUES if has_one]
     if kind in ("exploitability", "exploitability_legal", AVERAGE):

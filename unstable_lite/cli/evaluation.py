@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -65,36 +66,22 @@ def evaluate_models(
         from unstable_lite.dashboards.terminal import TerminalInterface, remark_lines
         from unstable_lite.evaluation.calls import add_exact_results
         from unstable_lite.evaluation.evaluator import evaluate
+        from unstable_lite.evaluation.exact import ExactResult, exact_tables
         from unstable_lite.evaluation.ladder import places_tables
         from unstable_lite.evaluation.plan import plan_evaluation
         from unstable_lite.evaluation.results import results_tables, write_csv
         from unstable_lite.orchestrator.event_loop import run_in_loop
 
-        if exact and (opponent or ladder or games != DEFAULT_GAMES or temperature is not None):
-            raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
-        if not exact and (force or samples):
-            raise typer.BadParameter(f"{'--force' if force else '--samples'} is for --exact")
-        if not exact and output is None:
-            raise typer.BadParameter("--output is needed, for games and tables")
         say, out = TerminalInterface(quiet=quiet).say, console()
-        plan = plan_evaluation(
-            models,
-            output=output or Path(),
-            config=config,
-            envs=env or (),
-            opponents=["base"] if exact else opponent or (),
-            games=games,
-            ladder=ladder,
-            temperature=temperature,
-            overrides=override or (),
-            trusts_config=trust_config,
+        planned = partial(
+            plan_evaluation, models, config=config, envs=env or (), overrides=override or (), trusts_config=trust_config
         )
         if exact:
-            from unstable_lite.evaluation.exact import ExactResult, exact_tables
-
+            if opponent or ladder or games != DEFAULT_GAMES or temperature is not None:
+                raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
             results: list[ExactResult] = []
             try:
-                add_exact_results(results, plan, samples, force, say)
+                add_exact_results(results, planned(opponents=["base"]), samples, force, say)
             finally:  # an error costs no result that was computed, or paid, before it
                 if results:
                     out.print(*exact_tables(results), sep="\n")
@@ -102,12 +89,17 @@ def evaluate_models(
                     output.mkdir(parents=True, exist_ok=True)
                     write_csv(output / "exact.csv", list(asdict(results[0])), map(asdict, results))
                     out.print(f"table in {output / 'exact.csv'}", soft_wrap=True)
-            return
-        evaluated = run_in_loop(evaluate(plan, say))
-        out.print(*(places_tables(evaluated.places) or results_tables(evaluated.evaluations)), sep="\n")
-        for line in remark_lines(evaluated.evaluations):
-            out.print(line, soft_wrap=True)
-        out.print(f"{evaluated.played} games played; tables and games in {output}", soft_wrap=True)
+        elif force or samples:
+            raise typer.BadParameter(f"{'--force' if force else '--samples'} is for --exact")
+        elif output is None:
+            raise typer.BadParameter("--output is needed, for games and tables")
+        else:
+            plan = planned(opponents=opponent or (), ladder=ladder, temperature=temperature)
+            evaluated = run_in_loop(evaluate(plan, output, games, say))
+            out.print(*(places_tables(evaluated.places) or results_tables(evaluated.evaluations)), sep="\n")
+            for line in remark_lines(evaluated.evaluations):
+                out.print(line, soft_wrap=True)
+            out.print(f"{evaluated.played} games played; tables and games in {output}", soft_wrap=True)
 
 
 def play(
@@ -155,7 +147,6 @@ def probe(
         run_directory, changes, say = find_run([str(run)]) or run, override or (), TerminalInterface().say
         plan = plan_evaluation(
             models or ["base", str(run)],
-            output=(target := output or run_directory / "probe.csv"),
             config=run_config(run_directory, changes, trust_config),
             envs=env or (),
             opponents=["base"],
@@ -164,6 +155,6 @@ def probe(
         from unstable_lite.evaluation.scoring import probe_models  # loads torch: after every refusal
 
         probes = probe_models(replace(plan, run=run_directory), games, say, device)
-        write_probes(target, probes)
+        write_probes(target := output or run_directory / "probe.csv", probes)
         console().print(*probe_tables(probes), sep="\n")
         console().print(f"table in {target}", soft_wrap=True)

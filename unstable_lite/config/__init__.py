@@ -10,13 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from unstable_lite.config.games import (
-    EvalEnvSpec,
-    LeagueConfig,
-    OpponentsConfig,
-    TemplateConfig,
-    TrainEnvSpec,
-)
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, OpponentsConfig, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmsConfig, TrackerConfig
 from unstable_lite.config.training import (
@@ -66,11 +60,9 @@ class Config(Section):
 
     @field_validator("eval_envs")
     @classmethod
-    def _inherit_from_training(
-        cls, eval_envs: tuple[EvalEnvSpec, ...], info: ValidationInfo
-    ) -> tuple[EvalEnvSpec, ...]:
+    def _inherit_from_training(cls, envs: tuple[EvalEnvSpec, ...], info: ValidationInfo) -> tuple[EvalEnvSpec, ...]:
         trained = {env.env_id: env for env in info.data.get("train_envs", ())}
-        return tuple(env.inheriting(trained.get(env.env_id)) for env in eval_envs)
+        return tuple(env.inheriting(trained.get(env.env_id)) for env in envs)
 
     @property
     def buffer_size(self) -> int:

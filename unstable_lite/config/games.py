@@ -176,7 +176,7 @@ class EvalEnvSpec(EnvSpec):
     def inheriting(self, train: TrainEnvSpec | None) -> EvalEnvSpec:
         """Return a copy with the training env's value of every key in `INHERITED` that was not set."""
         left_open = set(INHERITED) - self.model_fields_set if train is not None else set()
-        return self.model_copy(update={key: getattr(train, key) for key in left_open})
+        return self.changed(**{key: getattr(train, key) for key in left_open})
 
 
 def opponent_shown(name: str, sampling: Sampling | None) -> str:

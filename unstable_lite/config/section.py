@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -30,3 +30,10 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",  # an option of a custom class may be inf, and workers get JSON
     )
+
+    def changed(self, **changes: Any) -> Self:
+        """Return a copy with other values, not validated; for a section a dict with those of some of its keys."""
+        for key, value in changes.items():
+            if isinstance(section := getattr(self, key), Section) and isinstance(value, dict):
+                changes[key] = section.changed(**value)
+        return self.model_copy(update=changes)

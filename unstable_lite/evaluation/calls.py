@@ -47,9 +47,10 @@ def evaluate(
     """
     check_not_imported()
     with tempfile.TemporaryDirectory() as unkept:
-        options = {"output": Path(output or unkept), "games": games, "temperature": temperature}
-        plan = _plan(models, envs, opponents, config, overrides=overrides, trusts_config=trust_config, **options)
-        evaluated = _in_a_loop(play_evaluation(plan, TerminalInterface(quiet=quiet).say))
+        options = {"temperature": temperature, "overrides": overrides, "trusts_config": trust_config}
+        plan = _plan(models, envs, opponents, config, **options)
+        say = TerminalInterface(quiet=quiet).say
+        evaluated = _in_a_loop(play_evaluation(plan, Path(output or unkept), games, say))
     rows = table_rows(evaluated.evaluations)
     return [{name: None if isinstance(x, float) and math.isnan(x) else x for name, x in row.items()} for row in rows]
 
@@ -69,7 +70,7 @@ def exploitability(
 
     The arguments are those of `unstable-lite eval --exact`. Raises UnstableError for anything that the command reports.
     """
-    plan = _plan(models, envs, "base", config, overrides=overrides, trusts_config=trust_config, output=Path())
+    plan = _plan(models, envs, "base", config, overrides=overrides, trusts_config=trust_config)
     results: list[ExactResult] = []
     add_exact_results(results, plan, samples, force, TerminalInterface(quiet=quiet).say)
     return list(map(asdict, results))

@@ -57,30 +57,29 @@ class Evaluated:
     """Number of games that this call played; the others existed already."""
 
 
-async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Evaluated:
-    """Play the missing games, and write every table.
+async def evaluate(evaluation: EvaluationPlan, output: Path, games: int, say: Callable[[str], None]) -> Evaluated:
+    """Play the missing ones of `games` games of each cell, and write every table into the directory `output`.
 
     Raises AdapterError for an adapter that does not fit or does not seem to be in use, EnvError for an env that keeps
     failing, and WorkerDied. Finished games are kept.
     """
-    output = evaluation.output
     results = Results(output, evaluation.settings)
     try:
-        todo = {cell.key: results.missing(cell, evaluation.games) for cell in evaluation.cells}
+        todo = {cell.key: results.missing(cell, games) for cell in evaluation.cells}
         num_missing = sum(map(len, todo.values()))
-        there = evaluation.games * len(evaluation.cells) - num_missing
-        say(f"{len(evaluation.cells)} cells of {evaluation.games} games; {there} games exist, {num_missing} to play")
+        there = games * len(evaluation.cells) - num_missing
+        say(f"{len(evaluation.cells)} cells of {games} games; {there} games exist, {num_missing} to play")
         if num_missing:
-            (output / "logs").mkdir(exist_ok=True)
-            with log_file(output / "logs" / "evaluation.log"), cancelled_by_signals():
-                await _play_all(evaluation, todo, results, say)
-        evaluations = write_tables(results, evaluation.cells, evaluation.games)
+            (logs := output / "logs").mkdir(exist_ok=True)
+            with log_file(logs / "evaluation.log"), cancelled_by_signals():
+                await _play_all(evaluation, todo, results, logs, say, is_restart=there > 0)
+        evaluations = write_tables(results, evaluation.cells, games)
         places: list[Place] = []
         if evaluation.is_ladder:
             rated = [
                 RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
                 for cell in evaluation.cells
-                for row in results.rows(cell, evaluation.games)
+                for row in results.rows(cell, games)
                 if row["end"] != "void"
             ]
             places = rate(rated)
@@ -185,9 +184,14 @@ async def with_engines(
 
 
 async def _play_all(
-    evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
+    evaluation: EvaluationPlan,
+    todo: dict[str, list[int]],
+    results: Results,
+    logs: Path,
+    say: Callable[[str], None],
+    is_restart: bool,
 ) -> None:
-    logs, config = evaluation.output / "logs", evaluation.plan.config.run
+    config = evaluation.plan.config.run
 
     async def play_rounds(seats: PlayerFactory, adapters: LoadedAdapters) -> None:
         runner = GameRunner(seats, config, environments)
@@ -202,7 +206,6 @@ async def _play_all(
             games = ((cell, number) for cell in round_ for number in todo[cell.key])
             await play_all(games, play, config.num_collection_workers)
 
-    is_restart = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
     async with opened_env_pool(logs, config.env_timeout_s) as environments:
         await with_engines(evaluation.plan, evaluation.run, logs, say, play_rounds, is_restart)
 
@@ -243,11 +246,9 @@ def plan_game(
         config = run_config(run, overrides, trusts_config)
     game = plan_evaluation(
         [_newest_of(models[0])],
-        output=Path(),
         config=config,
         envs=[env] if env else (),
         opponents=[_newest_of(models[-1])],
-        games=1,
         overrides=overrides,
     )
     return replace(game, cells=game.cells[:1])

@@ -19,7 +19,7 @@ from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.evaluator import LoadedAdapters, with_engines
 from unstable_lite.evaluation.models import EvaluatedModel
-from unstable_lite.evaluation.plan import Cell, EvaluationPlan, as_trained
+from unstable_lite.evaluation.plan import Cell, EvaluationPlan
 from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, renormalised, uniform
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import allowance_problem
@@ -71,40 +71,42 @@ def exact_result(model: str, env_id: str, tree: GameTree, policy: Policy | Sampl
     else:
         pairs, rest = [(policy, policy)], fmean(max(0.0, 1.0 - float(p.sum())) for p in policy)
         metrics = {"rest": rest, "exploitability_legal": tree.exploitability(renormalised(policy))}
+    outcomes = [tree.best_outcomes(fitted, played) for fitted, played in pairs]
     for seat in (0, 1):
-        outcomes = [tree.outcomes(played, 1 - seat, tree.best_response(fit, 1 - seat)) for fit, played in pairs]
         for name, of_response in (("win", "loss"), ("draw", "draw"), ("loss", "win")):
-            metrics[f"{name}_{seat}"] = fmean(getattr(of, of_response) for of in outcomes)
-        metrics[f"lost_{seat}"] = fmean(of.utility for of in outcomes)
-    metrics["exploitability"] = (metrics.pop("lost_0") + metrics.pop("lost_1")) / 2
+            metrics[f"{name}_{seat}"] = fmean(getattr(of_seats[1 - seat], of_response) for of_seats in outcomes)
+    metrics["exploitability"] = fmean(of.utility for of_seats in outcomes for of in of_seats)
     return ExactResult(model=model, env_id=env_id, states=len(tree.states), **metrics)
 
 
-def exact_trees(evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]) -> dict[EvalEnvSpec, GameTree]:
-    """Return the game of each env that can be evaluated against a best response; report the others with `say`.
+def exact_games(
+    evaluation: EvaluationPlan, is_forced: bool, say: Callable[[str], None]
+) -> dict[EvalEnvSpec, tuple[GameTree, list[EvaluatedModel]]]:
+    """Return game and models of each env that can be evaluated against a best response; report the others by `say`.
 
     Raises ConfigError if there is none.
     """
-    trees, reasons = {}, []
-    for env in models_by_env(evaluation.cells):
+    games, reasons = {}, []
+    for env, models in models_by_env(evaluation.cells).items():
         try:
             if (reason := allowance_problem(env)) is not None:
                 raise ConfigError(reason)
-            trees[env] = flatten(env.env_id, is_forced)
+            games[env] = flatten(env.env_id, is_forced), models
         except ConfigError as error:
             reasons.append(str(error))
-    if not trees:
+    if not games:
         raise ConfigError(*reasons)
     for reason in reasons:
         say(f"left out: {reason}")
-    return trees
+    return games
 
 
 def models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedModel]]:
-    """Return the models that are asked in each env, each once, with any opponents."""
+    """Return the models that are asked in each env, each once, with any opponents and the sampling of training."""
     asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
-    for cell in as_trained(cells):
-        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
+    for cell in cells:
+        as_trained = cell.env.changed(fixed_opponent="", temperature=None, top_p=None)
+        asked.setdefault(as_trained, {})[cell.model] = None
     return {env: list(models) for env, models in asked.items()}
 
 
@@ -123,15 +125,15 @@ async def evaluate_by_samples(
     """
     if samples < 2:
         raise ConfigError(f"samples = {samples}: an estimate needs at least two answers in each decision state")
-    asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
-    if averages := sorted({model.name for models in asked.values() for model in models if model.members}):
+    games = exact_games(evaluation, is_forced, say)
+    if averages := sorted({cell.model.name for cell in evaluation.cells if cell.model.members}):
         raise ConfigError(f"{', '.join(averages)}: an average draws a checkpoint for a whole game, not for each answer")
     config = evaluation.plan.config.run
 
     async def ask_all(seats: PlayerFactory, adapters: LoadedAdapters) -> None:
-        for env, tree in trees.items():
+        for env, (tree, models) in games.items():
             results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
-            for model in asked[env]:
+            for model in models:
                 await adapters.hold({model.key: model} if model.path else {})
                 game = new_game(env, [adapters.ref(model)] * 2, -1, "eval", config.seed)
                 answers = await sample_policy(seats, game, tree, samples, config.num_collection_workers)

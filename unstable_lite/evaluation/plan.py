@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,6 @@ class EvaluationPlan:
 
     plan: Plan
     cells: tuple[Cell, ...]
-    games: int
-    """Number of games of each cell."""
-    output: Path
     is_ladder: bool = False
     """Whether the opponents are the rungs of a ladder."""
     run: Path | None = None
@@ -142,11 +139,9 @@ class EvaluationPlan:
 def plan_evaluation(
     models: Sequence[str],
     *,
-    output: Path,
     config: Path | None = None,
     envs: Sequence[str] = (),
     opponents: Sequence[str] = (),
-    games: int = 200,
     ladder: bool = False,
     temperature: float | None = None,
     overrides: Sequence[str] = (),
@@ -174,7 +169,7 @@ def plan_evaluation(
     specs = _env_specs(given, envs)
     if temperature is not None:
         try:
-            specs = [spec.model_copy(update={"temperature": eval_temperature(temperature)}) for spec in specs]
+            specs = [spec.changed(temperature=eval_temperature(temperature)) for spec in specs]
         except ValueError as error:
             raise ConfigError(f"--temperature {temperature:g}: {error}") from None
     if ladder:
@@ -182,19 +177,12 @@ def plan_evaluation(
     elif theirs:
         cells = make_cells(ours, theirs, specs)
     else:
-        own = _own_opponents(specs, copies_of(config))
-        cells = [
-            cell for spec in specs for cell in make_cells(ours, [own.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
-        ]
-    plan = _engine_plan(given, cells := distinct(cells))
+        cells = make_own_cells(ours, specs, copies_of(config))
+    cells = list({cell.key: cell for cell in cells}.values())  # of envs that differ only in another opponent, one
+    plan = _engine_plan(given, cells)
     in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
     run = run or find_run([str(config)])
-    return EvaluationPlan(plan=plan, cells=tuple(cells), games=games, output=output, is_ladder=ladder, run=run)
-
-
-def distinct(cells: Iterable[Cell]) -> list[Cell]:
-    """Return each cell once, regardless of the other opponents of its env in the config."""
-    return list({cell.key: cell for cell in cells}.values())
+    return EvaluationPlan(plan=plan, cells=tuple(cells), is_ladder=ladder, run=run)
 
 
 def make_cells(
@@ -216,7 +204,7 @@ def make_ladder_cells(
 
     Raises ConfigError for envs that have no ladder.
     """
-    envs = list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
+    envs = list({spec.changed(fixed_opponent=""): spec for spec in specs}.values())
     problems = []
     for spec in envs:
         if spec.num_players != 2:
@@ -237,8 +225,8 @@ def make_ladder_cells(
     return [*rated, *make_cells([model for model in models if model not in rungs], rungs, envs)]
 
 
-def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[str, EvaluatedModel]:
-    """Return the `fixed_opponent` of every env with several seats. Raises ConfigError with every problem of one."""
+def make_own_cells(models: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
+    """Pair every model with the `fixed_opponent` of every env. Raises ConfigError with every problem of one."""
     found: dict[str, EvaluatedModel] = {}
     problems: list[str] = []
     for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
@@ -248,13 +236,9 @@ def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[st
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return found
-
-
-def as_trained(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells with the sampling of training, each once."""
-    as_in_training = {"temperature": None, "top_p": None}
-    return distinct(replace(cell, env=cell.env.model_copy(update=as_in_training)) for cell in cells)
+    return [
+        cell for spec in specs for cell in make_cells(models, [found.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
+    ]
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
@@ -320,7 +304,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
             given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
             given |= {"observation": "env"} if is_built_in(env_id) else {}
             given = {"num_players": 1} | given if is_judged(env_id) else given
-        specs += [spec.model_copy(update=given) for spec in like]
+        specs += [spec.changed(**given) for spec in like]
     return specs
 
 
@@ -330,7 +314,7 @@ def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
-    """Return a plan of engines for the envs and models, on every device that the config gives to engines or learner.
+    """Return a plan of engines for the envs and models, which have all devices to themselves.
 
     Raises ConfigError with every problem of the adapters, envs, templates, opponents, engine and devices.
     """
@@ -338,15 +322,15 @@ def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
     slots = max(config.engine.max_loras, *(len(cell.adapters) for cell in cells))
     first = cells[0].env.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
     played = dict.fromkeys(
-        cell.env.model_copy(update={"fixed_opponent": name})
+        cell.env.changed(fixed_opponent=name)
         for cell in cells
         for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
-    changed = {
-        "engine": config.engine.model_copy(update={"when_shared": "split", "max_loras": slots}),
-        "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
-        "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
-        "train_envs": (TrainEnvSpec(num_actors=cells[0].env.num_players, **first),),  # a config has at least one
-        "eval_envs": tuple(played),
-    }
-    return make_engine_plan(config.model_copy(update=changed))
+    played_config = config.changed(
+        engine={"when_shared": "split", "max_loras": slots},
+        learner=LearnerConfig(),  # the config's own may not fit this machine
+        lora={"lora_rank": rank, "initial_lora_path": None},
+        train_envs=(TrainEnvSpec(num_actors=cells[0].env.num_players, **first),),  # a config has at least one
+        eval_envs=tuple(played),
+    )
+    return make_engine_plan(played_config)

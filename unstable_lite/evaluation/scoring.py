@@ -20,7 +20,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.exact import ExactResult, exact_result, exact_trees, models_by_env
+from unstable_lite.evaluation.exact import ExactResult, exact_games, exact_result, models_by_env
 from unstable_lite.evaluation.models import EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.probing import (
@@ -116,11 +116,11 @@ def evaluate_exactly(
     and the errors of `action_distribution`.
     """
     check_served(cell.model for cell in evaluation.cells if not cell.model.members)
-    asked, trees = models_by_env(evaluation.cells), exact_trees(evaluation, is_forced, say)
-    scorer = AnswerScorer(evaluation.plan.config, list(trees), run=evaluation.run)
-    for env, tree in trees.items():
+    games = exact_games(evaluation, is_forced, say)
+    scorer = AnswerScorer(evaluation.plan.config, list(games), run=evaluation.run)
+    for env, (tree, models) in games.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
-        for model in asked[env]:
+        for model in models:
             if model.members and tree.shares_positions:
                 say(f"left out: {model.name} in {env.env_id}: its positions are boards, where an average has no value")
                 continue
@@ -145,13 +145,7 @@ class AnswerScorer:
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
         learner = {"kernels": "torch", "activation_checkpointing": False}
         learner |= {"dtype": "float32"} if device == "cpu" else {}
-        config = config.model_copy(
-            update={
-                "eval_envs": tuple(envs),
-                "learner": config.learner.model_copy(update=learner),
-                "lora": config.lora.model_copy(update={"initial_lora_path": None}),
-            }
-        )
+        config = config.changed(eval_envs=tuple(envs), learner=learner, lora={"initial_lora_path": None})
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names that a user cannot change
             self._policy = Policy(config, device)
         self._answers = AnswerScores(self._policy, config)

@@ -48,18 +48,12 @@ def resolve_defaults(config: Config) -> Config:
         "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
     }
     rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
-    config = _with_members(config)
+    config = _with_members(config).changed(buffer={"kind": kind}, rewards=rewards)
     engine, needed = config.engine, adapter_slots_needed(config)
-    if "max_loras" not in engine.model_fields_set and needed > engine.max_loras:
-        # Games in flight hold slots too, as many as the updates that happen while they last.
-        engine = engine.model_copy(update={"max_loras": needed + config.buffer.max_staleness // 2})
-    return config.model_copy(
-        update={
-            "engine": engine,
-            "buffer": config.buffer.model_copy(update={"kind": kind}),
-            "rewards": config.rewards.model_copy(update=rewards),
-        }
-    )
+    if "max_loras" in engine.model_fields_set or needed <= engine.max_loras:
+        return config
+    # Games in flight hold slots too, as many as the updates that happen while they last.
+    return config.changed(engine={"max_loras": needed + config.buffer.max_staleness // 2})
 
 
 def _with_members(config: Config) -> Config:
@@ -71,12 +65,11 @@ def _with_members(config: Config) -> Config:
 
     def with_named(section: Any) -> Any:
         names = section.fixed_opponents
-        return section.model_copy(update={"fixed_opponents": names and tuple(map(named, names))})
+        return section.changed(fixed_opponents=names and tuple(map(named, names)))
 
-    evaluated = [env.model_copy(update={"fixed_opponent": named(env.fixed_opponent)}) for env in config.eval_envs]
+    evaluated = tuple(env.changed(fixed_opponent=named(env.fixed_opponent)) for env in config.eval_envs)
     trained = tuple(map(with_named, config.train_envs))
-    changed = {"league": with_named(config.league), "train_envs": trained, "eval_envs": tuple(evaluated)}
-    return config.model_copy(update=changed)
+    return config.changed(league=with_named(config.league), train_envs=trained, eval_envs=evaluated)
 
 
 def active_checkpoints(config: Config, num_frozen: int | None = None) -> int:

@@ -250,7 +250,7 @@ def _describe_learner(shape: ModelShape, config: Config, usable: int) -> Iterato
     yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
     yield f"learner: logits of {LOGITS_CHUNK_TOKENS[True]} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
-        learner = config.learner.model_copy(update={"activation_checkpointing": is_checkpointed})
+        learner = config.learner.changed(activation_checkpointing=is_checkpointed)
         memory = learner_memory(shape, learner, config.lora, has_critic)
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
         tokens = memory.longest(usable)

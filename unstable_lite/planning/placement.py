@@ -30,7 +30,7 @@ from unstable_lite.engines.vllm_checks import vllm_problems
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.models import model_errors, read_json, resolve_model
 from unstable_lite.models.layers import check_layers
-from unstable_lite.planning.defaults import adapters_in_memory, algorithm_of
+from unstable_lite.planning.defaults import adapters_in_memory, algorithm_of, resolve_defaults
 from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
@@ -88,36 +88,23 @@ class Placement:
         """Number of the learner's ranks on all machines."""
         return len(self.learner_devices) + self.config.learner.remote_ranks
 
-    @property
-    def divided(self) -> Config:
-        """Config with `gpu_memory_utilization` set in each section whose workers share a GPU with others.
+    def divided_for(self, devices: Sequence[int | str]) -> Config:
+        """Return the config of the worker on these devices, with `gpu_memory_utilization` set if it shares a GPU.
 
-        The learner's share may be 0.
+        An engine apart from the learner shares its GPU only with other engines. The learner's share may be 0.
         """
         engine, learner = self.config.engine, self.config.learner
-        is_shared = any(isinstance(device, int) for device in self.shared_devices)
-        num_engines = max(
-            (self.engine_devices.count(gpu) for gpu in self.engine_devices if isinstance(gpu, int)), default=1
-        )
+        is_apart = set(devices).isdisjoint(self.learner_devices)
+        gpus = [gpu for gpu in self.engine_devices if isinstance(gpu, int) and (gpu in devices or not is_apart)]
+        is_shared = not is_apart and not set(gpus).isdisjoint(self.learner_devices)
+        num_engines = max(map(gpus.count, gpus), default=1)
         if not is_shared and num_engines == 1:
             return self.config
         default = ENGINE_SHARE[engine.when_shared] if is_shared else engine.gpu_share
         ours, theirs = engine.gpu_memory_utilization or default / num_engines, learner.gpu_memory_utilization
         if is_shared and engine.when_shared == "split":
             theirs = theirs or max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
-        return self.config.model_copy(
-            update={
-                "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
-                "learner": learner.model_copy(update={"gpu_memory_utilization": theirs}),
-            }
-        )
-
-    def divided_for(self, devices: Sequence[int | str]) -> Config:
-        """Return the config of the worker on these devices: an engine apart from the learner has its GPU to itself."""
-        if not set(devices).isdisjoint(self.learner_devices):
-            return self.divided
-        own = tuple(device for device in self.engine_devices if device in devices)
-        return Placement(config=self.config, engine_devices=own, learner_devices=()).divided
+        return self.config.changed(engine={"gpu_memory_utilization": ours}, learner={"gpu_memory_utilization": theirs})
 
     def problems(self) -> Iterator[str]:
         """Yield each reason why the workers on one device cannot share it, or have too little memory there."""
@@ -150,7 +137,7 @@ class Placement:
             yield f"memory of {listed([device])}", "; ".join(self._describe_memory(device))
 
     def _describe_memory(self, device: int | str) -> Iterator[str]:
-        of_engines, of_learner = self._shares(self.divided, device)
+        of_engines, of_learner = self._shares(self.divided_for((device,)), device)
         size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
         if device == "cpu":
             yield f"both allocate as needed{size}"
@@ -164,43 +151,39 @@ class Placement:
 
     def _too_small(self, device: int | str) -> Iterator[str]:
         """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
-        takes_turns, name = self.config.engine.when_shared == "sleep", listed([device])
-        engines = (engine for engine in self.devices_by_engine if device in engine)
-        of_engines, of_learner = self._shares(self.divided_for((device, *chain(*engines))), device)
-        is_split = device in self.shared_devices and not takes_turns
-        is_divisible = not is_split or (of_learner > 0 and round(of_engines + of_learner, 6) <= 1)
-        if device != "cpu" and not (of_engines <= 1 and is_divisible):
-            learner = f" and learner.gpu_memory_utilization ({of_learner:g})" * is_split
-            left = ", or leave no part of it to the learner" * is_split
-            yield (
-                f"engine.gpu_memory_utilization ({of_engines:g} for all engines there){learner} exceed the memory of "
-                f"{name}{left}; lower engine.gpu_memory_utilization"
-            )
-            return
         room, least = memory_bytes(device), self._least(device)
-        if room is None or least is None:
-            return
         if device == "cpu":
-            if sum(least) > room:
+            if room is not None and least is not None and sum(least) > room:
                 yield (
                     f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least "
                     f"{sum(least) / GIB:.1f} (computed); lower engine.kv_cache_gb, engine.max_loras or "
                     "lora.lora_rank, or use a smaller model"
                 )
             return
-        left_over = 1 - UNASSIGNED - of_engines
-        shares = of_engines, left_over if takes_turns or not of_learner else of_learner
-        are_both_here = of_engines > 0 and least[1] > 0
-        remedies = (
-            "raise engine.gpu_memory_utilization",
-            f"{'lower engine' if are_both_here else 'raise learner'}.gpu_memory_utilization",
-        )
-        for section, needed, share, remedy in zip(("engine", "learner"), least, shares, remedies, strict=True):
-            if needed > room * share:
-                yield (
-                    f"the {section}'s share of {name} is {room * share / GIB:.1f} GiB, but it needs at least "
-                    f"{needed / GIB:.1f} (computed); {remedy}, or use a smaller model or more GPUs"
-                )
+        engines = (engine for engine in self.devices_by_engine if device in engine)
+        of_engines, of_learner = self._shares(self.divided_for((device, *chain(*engines))), device)
+        takes_turns, name = self.config.engine.when_shared == "sleep", listed([device])
+        is_split = device in self.shared_devices and not takes_turns
+        key = f"engine.gpu_memory_utilization ({of_engines:g} for all engines there)"
+        if is_split and not (of_learner > 0 and round(of_engines + of_learner, 6) <= 1):
+            yield (
+                f"{key} and learner.gpu_memory_utilization ({of_learner:g}) exceed the memory of {name}, or leave no "
+                "part of it to the learner; lower engine.gpu_memory_utilization"
+            )
+        elif of_engines > 1:
+            yield f"{key} exceeds the memory of {name}; lower it"
+        elif room is not None and least is not None:
+            if takes_turns or not of_learner:
+                of_learner = 1 - UNASSIGNED - of_engines
+            more_for_learner = "lower engine" if of_engines > 0 and least[1] > 0 else "raise learner"
+            sides = (("engine", of_engines, "raise engine"), ("learner", of_learner, more_for_learner))
+            for needed, (section, share, remedy) in zip(least, sides, strict=True):
+                if needed > room * share:
+                    yield (
+                        f"the {section}'s share of {name} is {room * share / GIB:.1f} GiB, but it needs at least "
+                        f"{needed / GIB:.1f} (computed); {remedy}.gpu_memory_utilization, or use a smaller model or "
+                        "more GPUs"
+                    )
 
     def _shares(self, divided: Config, device: int | str) -> tuple[float, float]:
         """Return the shares of a GPU's memory of all engines there together and of the learner; 0 if not limited."""
@@ -232,17 +215,17 @@ class Placement:
         learner, shape = self.config.learner, shape_of(self.config.model_name)
         if learner.activation_checkpointing != "auto" or not self.learner_devices:
             return learner, "set in the config"
-        is_on = learner.model_copy(update={"activation_checkpointing": True})
+        is_on = learner.changed(activation_checkpointing=True)
         room = self._learner_room()
         if shape is None or room is None:
             return is_on, "the model's shape or the memory of the learner's device is not known"
-        is_off = learner.model_copy(update={"activation_checkpointing": False})
+        is_off = learner.changed(activation_checkpointing=False)
         has_critic, is_on_gpu = algorithm_of(self.config).has_critic, "cpu" not in self.learner_devices
         tokens, longest = self._largest_micro_batch()
         memory = learner_memory(shape, is_off, self.config.lora, has_critic, is_on_gpu, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
-            is_off = is_off.model_copy(update={"max_tokens_per_micro_batch": tokens})
+            is_off = is_off.changed(max_tokens_per_micro_batch=tokens)
         reason = (
             f"without it a micro-batch of {tokens:,} tokens needs {memory.total(tokens) / GIB:.1f} of the learner's "
             f"{room / GIB:.1f} GiB (computed)"
@@ -263,7 +246,7 @@ class Placement:
 
         An engine that sleeps keeps its context and CUDA graphs.
         """
-        config, rooms = self.divided, []
+        config, rooms = self.divided_for(self.learner_devices), []
         for device in self.learner_devices:
             if (room := memory_bytes(device)) is None:
                 return None
@@ -273,17 +256,25 @@ class Placement:
         return min(rooms)
 
 
-def place(config: Config, has_engines: bool = True) -> Placement:
-    """Return the devices of engines and learner. Raises ConfigError for devices that this machine does not have."""
-    engine, learner = config.engine, config.learner
+def place(config: Config, has_engines: bool = True, has_learner: bool = True) -> Placement:
+    """Return the devices of engines and learner, with the config's open settings decided.
+
+    Raises ConfigError for devices that this machine does not have.
+    """
+    config = resolve_defaults(config)
+    engine, of_learner = config.engine, config.learner.devices if has_learner else ("cpu",)
     if engine.kind == VLLM_SERVER:
         devices: Devices = engine.urls
-        _, learner_devices = resolve_devices(("cpu",), learner.devices)
+        _, learner_devices = resolve_devices(("cpu",), of_learner)
     else:
-        devices, learner_devices = resolve_devices(engine.devices, learner.devices)
+        devices, learner_devices = resolve_devices(engine.devices, of_learner)
         if engine.devices == "auto" and (left_over := len(devices) % engine.tensor_parallel):
             devices = devices[:-left_over] or devices
-    return Placement(config=config, engine_devices=devices if has_engines else (), learner_devices=learner_devices)
+    return Placement(
+        config=config,
+        engine_devices=devices if has_engines else (),
+        learner_devices=learner_devices if has_learner else (),
+    )
 
 
 def memory_bytes(device: int | str) -> int | None:

@@ -14,7 +14,6 @@ from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.games import against
 from unstable_lite.config.reading import read_config
-from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import trial
@@ -22,12 +21,7 @@ from unstable_lite.league.opponents import describe_strategy, frozen_adapters, t
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.models.layers import no_forest
 from unstable_lite.planning import staleness
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    adapter_slots_needed,
-    adapters_in_memory,
-    resolve_defaults,
-)
+from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.envs import (
     context_warnings,
     describe_envs,
@@ -147,8 +141,8 @@ class Plan(Placement):
         else:
             shares = {devices: self.divided_for(devices).engine.gpu_share for devices in self.devices_by_engine}
             by_engine = ", ".join(f"{share:.0%} of {listed(devices)}" for devices, share in shares.items())
-            is_equal = len(set(shares.values())) < 2
-            yield "engine memory", f"{self.divided.engine.gpu_share:.0%} of the GPU" if is_equal else by_engine
+            one, *others = dict.fromkeys(shares.values())
+            yield "engine memory", by_engine if others else f"{one:.0%} of the GPU"
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:
         config, run = self.config, self.config.run
@@ -211,8 +205,7 @@ def make_engine_plan(config: Config) -> Plan:
     """Plan engines that have all devices to themselves. Raises ConfigError with every problem of engines and envs."""
     if problems := find_engine_problems(config):
         raise ConfigError(*problems)
-    devices = place(config.model_copy(update={"learner": LearnerConfig(devices=("cpu",))})).engine_devices
-    placed = Placement(config=config, engine_devices=devices, learner_devices=())
+    placed = place(config, has_learner=False)
     if problems := list(machine_problems(placed)):
         raise ConfigError(*problems)
     return plan_workers(placed)
@@ -225,20 +218,18 @@ def _plan_run(config: Config, copies: Path | None) -> Plan:
 
 def plan_workers(placed: Placement) -> Plan:
     """Decide engine and threads for a config without problems. Raises ConfigError if the engine cannot serve."""
-    placed = replace(placed, config=resolve_defaults(placed.config))
     learner, why_checkpointed = placed.decide_checkpointing()
     config, engine_devices, learner_devices = placed.config, placed.engine_devices, placed.learner_devices
     kind, reason = engine_of(config, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, usable_cpus() // max(1, workers_on_cpu))
-    engine = config.engine.model_copy(update={"kind": kind})
     return Plan(
-        config=config.model_copy(update={"engine": engine, "learner": learner}),
+        config=config.changed(engine={"kind": kind}, learner=learner),
         engine_devices=engine_devices,
         learner_devices=learner_devices,
         engine_reason=reason,
         checkpointing_reason=why_checkpointed,
-        engine_threads=engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
+        engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
         learner_threads=learner.threads or (share if "cpu" in learner_devices else LEARNER_THREADS_ON_GPU),
     )
 

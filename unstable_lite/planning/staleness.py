@@ -43,12 +43,15 @@ class Pace:
     """Number of adapter versions that are loaded at once."""
 
 
-def steps_per_seat(config: Config, lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Return the expected steps per seat of each training env; if no lengths are known, computed from its turn cap."""
-    return {
-        spec.env_id: fmean(lengths.get(spec.env_id) or [spec.max_turns]) / spec.num_players
-        for spec in config.train_envs
-    }
+def mean_turns(config: Config, lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return the expected turns of a game of each training env; its turn cap if no lengths are known."""
+    return {spec.env_id: fmean(lengths.get(spec.env_id) or [spec.max_turns]) for spec in config.train_envs}
+
+
+def steps_per_game(config: Config, lengths: Mapping[str, Sequence[int]]) -> float:
+    """Return the expected steps of a training game, which are those of the policy's turns."""
+    turns = mean_turns(config, lengths)
+    return max(fmean(_collected_share(env, config.league) * turns[env.env_id] for env in config.train_envs), 1e-9)
 
 
 def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None) -> InFlight:
@@ -64,18 +67,18 @@ def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: 
         oldest = 0
     least = min(math.ceil(least), config.buffer_size)
     max_turn_age = None if holds_games(config) else slots - 1
-    return InFlight(config.learner.batch_size, least, oldest, steps_per_seat(config, lengths), max_turn_age)
+    turns = mean_turns(config, lengths)
+    steps_per_seat = {spec.env_id: turns[spec.env_id] / spec.num_players for spec in config.train_envs}
+    return InFlight(config.learner.batch_size, least, oldest, steps_per_seat, max_turn_age)
 
 
 def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
     """Return the predicted pace of a run. `lengths`: turns of some games, for every training env."""
     run, batch_size = config.run, config.learner.batch_size
-    lifetimes, steps_per_game = list[tuple[float, float]](), list[float]()
+    lifetimes = list[tuple[float, float]]()
     for spec in config.train_envs:
-        collected, turns = _collected_share(spec, config.league), lengths[spec.env_id]
-        lifetimes += _lifetimes(turns, collected, run.group_size)
-        steps_per_game.append(collected * fmean(turns))
-    steps, limit = max(fmean(steps_per_game), 1e-9), in_flight(config, lengths)
+        lifetimes += _lifetimes(lengths[spec.env_id], _collected_share(spec, config.league), run.group_size)
+    steps, limit = steps_per_game(config, lengths), in_flight(config, lengths)
     limit.set_spreads(lifetimes)
     games = min(run.num_collection_workers, max(max(limit.limit, limit.least) / steps, run.group_size))
     updates = games * steps / batch_size
@@ -101,10 +104,8 @@ def describe_games(config: Config, lengths: Mapping[str, Sequence[int]]) -> str:
 
     Games of unknown length are taken to last until the turn cap.
     """
-    run, envs = config.run, config.train_envs
-    turns = {spec.env_id: fmean(lengths.get(spec.env_id) or [spec.max_turns]) for spec in envs}
-    steps = fmean(_collected_share(spec, config.league) * turns[spec.env_id] for spec in envs)
-    games = config.learner.batch_size / max(steps, 1e-9)
+    run, envs, turns = config.run, config.train_envs, mean_turns(config, lengths)
+    games = config.learner.batch_size / steps_per_game(config, lengths)
     weights = {name: options["weight"] for name, options in strategies(config.league).items()}
     fixed = 1 - sum(weights.get(name, 0) for name in ("none", "mirror", "lagged", "uniform")) / sum(weights.values())
     opponents = training_opponents(config)

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,9 +24,7 @@ from unstable_lite.config.games import parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import AppendFile, check_links
-from unstable_lite.games import api_keys
-from unstable_lite.games.api_keys import SERVER_KEY, is_in_clear, key_variable
-from unstable_lite.games.players.factory import SCRIPTED_PLAYERS
+from unstable_lite.games.api_keys import SERVER_KEY, endpoint_url, is_in_clear, is_loopback, key_variable, url_problem
 from unstable_lite.league.opponents import training_opponents
 from unstable_lite.models import BUILTIN
 
@@ -34,7 +32,6 @@ CONFIG, SEAL = "config.toml", "config.seal"
 SECRET_BYTES = 32
 _URL_KEYS = ("opponents.base_url", "engine.urls")
 _TEXT_KEYS = ("templates", "engine.replies")
-_SHIPPED = {*SCRIPTED_PLAYERS, *BUILTIN}
 
 
 def seal_config(directory: Path, content: bytes) -> None:
@@ -66,7 +63,7 @@ def run_config(directory: Path, overrides: Sequence[str] = (), is_trusted: bool 
     overridden = {override.partition("=")[0].strip() for override in overrides}
     found = dict.fromkeys(
         f"{key} = {value!r}{reason}"
-        for key, value, reason in _risks("", parse_toml(content, str(path)))
+        for key, value, reason in _risks(parse_toml(content, str(path)))
         if not any(key == name or key.startswith(f"{name}.") for name in overridden)
     )
     if found:
@@ -77,31 +74,46 @@ def run_config(directory: Path, overrides: Sequence[str] = (), is_trusted: bool 
     return path
 
 
-def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (key with its sections, value, remark) for each entry that is not plain data, unknown keys included."""
+    for key, value in _entries("", content):
+        last, is_text = key.rpartition(".")[2], isinstance(value, str)
+        if is_text and key in _URL_KEYS:
+            if variable := _key_sent_to(value):
+                yield key, value, f" ({variable} is sent there)"
+        elif last == "trust_remote_code" or (is_text and key.startswith("engine.options.")):
+            if value:
+                yield key, value, ""
+        elif is_text and ":" in value and not (last in _IS_DATA and _IS_DATA[last](value)):
+            yield key, value, ""
+
+
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for each value, with the items of lists and, for plugins with options, a table's names."""
     if isinstance(value, dict):
         for name, inner in value.items():
             inside = f"{key}.{name}" if key else name
             if inside not in _TEXT_KEYS:
-                if ":" in name and not (is_built_in(name) and key.endswith(".weights")):
-                    yield key, name, ""
-                yield from _risks(inside, inner)
+                if ":" in name:
+                    yield key, name
+                yield from _entries(inside, inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _risks(key, inner)
-    elif (value and key.rpartition(".")[2] == "trust_remote_code") or (
-        value and isinstance(value, str) and key.startswith("engine.options.")
-    ):
-        yield key, value, ""
-    elif isinstance(value, str) and key in _URL_KEYS:
-        if variable := _key_sent_to(value):
-            yield key, value, f" ({variable} is sent there)"
-    elif isinstance(value, str) and ":" in value and value not in _SHIPPED:  # plugins and env ids are imported
-        last, player = key.rpartition(".")[2], parse_player(value)
-        is_opponent = last in ("fixed_opponent", "fixed_opponents") and player.kind != "class"
-        is_frozen = last in ("players", "imitate") and player.is_frozen  # adapters are checked files without code
-        if not (is_opponent or is_frozen or (last == "env_id" and is_built_in(value))):
-            yield key, value, ""
+            yield from _entries(key, inner)
+    else:
+        yield key, value
+
+
+def _is_player(name: str) -> bool:
+    return parse_player(name).kind != "class"
+
+
+_IS_DATA: dict[str, Callable[[str], bool]] = {
+    "model_name": BUILTIN.__contains__,
+    **dict.fromkeys(("env_id", "weights"), is_built_in),
+    **dict.fromkeys(("fixed_opponent", "fixed_opponents", "players", "imitate"), _is_player),
+}
+"""Tests of values with a colon, by the last part of the key: one that passes is data, every other one names code."""
 
 
 def _key_sent_to(url: str) -> str | None:
@@ -111,8 +123,8 @@ def _key_sent_to(url: str) -> str | None:
     except ValueError:
         host = None
     own = key_variable(url) if host is not None else ""
-    is_openrouter = own == "OPENROUTER_API_KEY" and api_keys.url_problem(url) is None and not is_in_clear(url)
-    if host is not None and (api_keys.is_loopback(url) or is_openrouter):
+    is_openrouter = own == "OPENROUTER_API_KEY" and url_problem(url) is None and not is_in_clear(url)
+    if host is not None and (is_loopback(url) or is_openrouter):
         return None
     return next((name for name in (own, SERVER_KEY) if os.environ.get(name)), None)
 
@@ -120,7 +132,7 @@ def _key_sent_to(url: str) -> str | None:
 def clear_key_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each server on another machine that is sent a key without encryption."""
     fixed = {env.fixed_opponent for env in config.eval_envs}.union(*training_opponents(config).values())
-    url, engine = api_keys.endpoint_url(config.opponents.base_url), config.engine
+    url, engine = endpoint_url(config.opponents.base_url), config.engine
     is_asked = any(parse_player(name).kind == "remote" for name in fixed)
     sent = [("opponents.base_url", url, key_variable(url))] * is_asked
     sent += [("engine.urls", url, SERVER_KEY) for url in engine.urls]

@@ -54,7 +54,7 @@ def find_problems(config: Config, copies: Path | None = None) -> list[str]:
         *training_rules(config),
         *loss_rules(config),
     ]
-    return problems or [*place(resolve_defaults(config)).problems(), *context_problems(config)]
+    return problems or [*place(config).problems(), *context_problems(config)]
 
 
 def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:

@@ -103,8 +103,7 @@ class SampledPolicy:
         def won(fitted: Policy, valued: Policy) -> Floats:
             """Return the mean utility over both seats of best responses to the counts, by counts and resamples."""
             counted = [shares_AR[:, 0] for shares_AR in fitted]
-            of_seats = [tree.outcomes(valued, seat, tree.best_response(counted, seat)).utility for seat in (0, 1)]
-            return np.asarray(sum(of_seats) / 2)
+            return np.asarray(sum(of.utility for of in tree.best_outcomes(counted, valued)) / 2)
 
         least_R, most_R = (won(first, second) + won(second, first)) / 2, won(whole, whole)
         value, low = float(least_R[0]), least_R[0] - Z_95 * least_R[1:].std(ddof=1)

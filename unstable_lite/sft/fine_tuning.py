@@ -40,8 +40,8 @@ class FineTuner:
     def __init__(self, config: Config, device: str) -> None:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         rate = {"learning_rate": config.sft.learning_rate, "learning_rate_schedule": "constant"}
-        learner = config.learner.model_copy(update={**rate, "learning_rate_warmup": 0})
-        self._config, self._training = config, Training(config.model_copy(update={"learner": learner}), device)
+        self._config = config
+        self._training = Training(config.changed(learner=rate | {"learning_rate_warmup": 0}), device)
         self.policy = self._training.policy
         self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))

@@ -54,10 +54,10 @@ MAX_GAMES = 10_000
 def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     """Read, validate and plan a config for `sft`. Raises ConfigError with every problem at once."""
     config = _before_its_own_output(checked_config(path, overrides, find_sft_problems))
-    engine, learner = config.engine.model_copy(update={"thinking_tokens": None}), config.learner
-    if learner.activation_checkpointing == "auto":  # if memory runs out, nothing halves the batches
-        learner = learner.model_copy(update={"activation_checkpointing": True})
-    config = config.model_copy(update={"engine": engine, "learner": learner})
+    # If memory runs out, nothing halves the batches.
+    is_checkpointed = config.learner.activation_checkpointing in ("auto", True)
+    learner = {"activation_checkpointing": is_checkpointed}
+    config = config.changed(engine={"thinking_tokens": None}, learner=learner)
     return plan_workers(place(config, _has_engines(config)))
 
 
@@ -70,7 +70,7 @@ def _before_its_own_output(config: Config) -> Config:
     start = config.lora.initial_lora_path
     if start is None or start.resolve() != config.sft.output.resolve():
         return config
-    return config.model_copy(update={"lora": config.lora.model_copy(update={"initial_lora_path": None})})
+    return config.changed(lora={"initial_lora_path": None})
 
 
 def find_sft_problems(config: Config) -> list[str]:

@@ -87,7 +87,7 @@ def test_exact_exploitability_is_that_of_a_checkpoint_drawn_before_each_game(run
 
 def test_games_of_an_average_are_those_of_its_members(run: Path, tmp_path: Path) -> None:
     name = f"average:{run}/linear"
-    evaluation = plan_evaluation([name], output=tmp_path, opponents=["base"], overrides=["engine.max_loras=1"])
+    evaluation = plan_evaluation([name], opponents=["base"], overrides=["engine.max_loras=1"])
     (cell,) = evaluation.cells
     assert evaluation.plan.config.engine.max_loras == 2, "all members are loaded at once"
 

@@ -67,9 +67,11 @@ def output(played: Played, tmp_path: Path) -> Path:
     return Path(shutil.copytree(played[1], tmp_path / "copy"))
 
 
-async def evaluated(models: Sequence[str | Path], output: Path, *overrides: str, **options: Any) -> Evaluated:
-    plan = plan_evaluation([*map(str, models)], output=output, overrides=(*SCRIPTED, *overrides), **options)
-    return await evaluate(plan, say=lambda _: None)
+async def evaluated(
+    models: Sequence[str | Path], output: Path, *overrides: str, games: int, **options: Any
+) -> Evaluated:
+    plan = plan_evaluation([*map(str, models)], overrides=(*SCRIPTED, *overrides), **options)
+    return await evaluate(plan, output, games, say=lambda _: None)
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
@@ -171,9 +173,9 @@ def rewritten(played: Played, output: Path, rows: list[dict[str, Any]], *models:
     """Write these lines of games, and the tables as by a call for these models; return the results of the models."""
     (output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = played[0] / "config.toml"
-    plan = plan_evaluation(models, output=output, config=config, games=8, overrides=SCRIPTED)
+    plan = plan_evaluation(models, config=config, overrides=SCRIPTED)
     with contextlib.closing(Results(output, plan.settings)) as results:
-        return write_tables(results, plan.cells, plan.games)
+        return write_tables(results, plan.cells, games=8)
 
 
 def test_models_are_compared_on_common_seeds_without_void_games(played: Played, output: Path) -> None:
@@ -351,13 +353,10 @@ async def test_ladder_rates_models_the_base_and_random_against_playouts(run: Pat
         ({"ladder": False, "models": ["base"]}, "--config"),
     ],
 )
-def test_impossible_evaluation_or_ladder_is_refused(
-    run: Path, tmp_path: Path, options: dict[str, Any], says: str
-) -> None:
+def test_impossible_evaluation_or_ladder_is_refused(run: Path, options: dict[str, Any], says: str) -> None:
     given = {"models": [str(run)], "ladder": True} | options
     with pytest.raises(ConfigError, match=re.escape(says)):
-        plan_evaluation(output=tmp_path / "out", overrides=SCRIPTED, **given)
-    assert not (tmp_path / "out").exists()
+        plan_evaluation(overrides=SCRIPTED, **given)
 
 
 async def test_env_without_winners_shows_the_reward_with_its_interval(run: Path, tmp_path: Path) -> None:
@@ -397,21 +396,21 @@ async def test_env_without_winners_shows_the_reward_with_its_interval(run: Path,
 )
 def test_no_learning_key_prevents_an_evaluation(run: Path, tmp_path: Path, learning: tuple[str, ...]) -> None:
     overrides = (*SCRIPTED, *learning)
-    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.learner_devices == ()
+    assert plan_evaluation([str(run)], overrides=overrides).plan.learner_devices == ()
 
 
 def test_opponent_named_by_an_eval_env_needs_no_slash(run: Path, tmp_path: Path) -> None:
     config = run / "config.toml"
     config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "llama3:8b"'))
     overrides = (*SCRIPTED, "opponents.base_url=http://127.0.0.1:9/v1")
-    cells = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).cells
+    cells = plan_evaluation([str(run)], overrides=overrides).cells
     assert {cell.opponent.name for cell in cells} == {"llama3:8b"}
 
 
 def test_model_code_is_trusted_in_an_evaluation_only_on_request(run: Path, tmp_path: Path) -> None:
     for word, is_trusted in (("true", True), ("false", False)):
         overrides = (*SCRIPTED, f"trust_remote_code={word}")
-        plan = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan
+        plan = plan_evaluation([str(run)], overrides=overrides).plan
         assert plan.config.trust_remote_code is is_trusted
 
 
@@ -444,9 +443,9 @@ async def test_failing_env_ends_the_evaluation_and_void_games_are_repeated(run: 
         await evaluated(["base", run], tmp_path / "out", *too_short, games=30)
     ended = {(game["pid"], game["end"], game["reason"]) for game in lines(tmp_path / "out")}
     assert ended == {(0, "void", "prompt_too_long"), (1, "truncated", "context_full")}
-    again = plan_evaluation(["base"], config=run / "config.toml", output=tmp_path / "out", games=2, overrides=SCRIPTED)
+    again = plan_evaluation(["base"], config=run / "config.toml", overrides=SCRIPTED)
     (tmp_path / "out" / "settings.json").write_text(json.dumps(again.settings))
-    done = await evaluate(again, say=lambda _: None)
+    done = await evaluate(again, tmp_path / "out", 2, say=lambda _: None)
     assert (done.played, done.evaluations[0].n, done.evaluations[0].void) == (1, 2, 0)
 
 
@@ -510,14 +509,14 @@ def test_offline_results_agree_with_those_of_training(tmp_path: Path) -> None:
 @pytest.mark.nightly
 async def test_adapter_of_another_shape_is_an_error(tmp_path: Path) -> None:
     other_base, config = write_adapter(tmp_path / "other", small()), runs.write_small(tmp_path)
-    plan = plan_evaluation([str(other_base)], output=tmp_path / "out", config=config, overrides=["engine.threads=1"])
+    plan = plan_evaluation([str(other_base)], config=config, overrides=["engine.threads=1"])
     with pytest.raises(AdapterError, match=r"other.*model\.layers\.0"):
-        await evaluate(plan, say=lambda _: None)
+        await evaluate(plan, tmp_path / "out", 200, say=lambda _: None)
     assert lines(tmp_path / "out") == []
 
 
 async def test_engine_that_read_other_files_is_detected(run: Path, tmp_path: Path) -> None:
-    plan = plan_evaluation([str(run / "checkpoints" / "ckpt-3")], output=tmp_path / "out", overrides=SCRIPTED)
+    plan = plan_evaluation([str(run / "checkpoints" / "ckpt-3")], overrides=SCRIPTED)
     adapter_file = run / "checkpoints" / "ckpt-3" / "adapter_model.safetensors"
 
     async def load(id: int, path: Path) -> str:

@@ -144,7 +144,7 @@ def test_what_cannot_be_computed_or_played_is_named(
 
 def test_env_whose_players_may_repeat_an_illegal_answer_has_no_exact_result(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"{CONFIG}error_allowance = 2\n")
-    evaluation = plan_evaluation(["base"], output=tmp_path, config=tmp_path / "run.toml", opponents=["base"])
+    evaluation = plan_evaluation(["base"], config=tmp_path / "run.toml", opponents=["base"])
     with pytest.raises(ConfigError, match="error_allowance = 2; set it to 0"):
         evaluate_exactly([], evaluation, is_forced=False, say=print)
 

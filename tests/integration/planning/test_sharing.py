@@ -221,7 +221,7 @@ def evaluation_plan(directory: Path, model: str, when_shared: str = "split") -> 
         f'model_name = "{model}"\n[engine]\nkind = "transformers"\nwhen_shared = "{when_shared}"\n'
         '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
     )
-    return plan_evaluation(["base"], output=directory / "eval", config=config, opponents=["scripted:random"]).plan
+    return plan_evaluation(["base"], config=config, opponents=["scripted:random"]).plan
 
 
 @pytest.mark.parametrize("when_shared", ["split", "sleep"])
@@ -229,7 +229,7 @@ def test_evaluation_has_the_gpu_to_itself(gpus: Any, tmp_path: Path, when_shared
     gpus(1)
     made = evaluation_plan(tmp_path, "Qwen/Qwen3-8B", when_shared)
     assert made.engine_devices == (0,) and made.shared_devices == []
-    assert made.divided.engine.gpu_memory_utilization is None
+    assert made.divided_for((0,)).engine.gpu_memory_utilization is None
 
 
 def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(
@@ -311,7 +311,7 @@ def test_checkpointing_is_off_where_micro_batches_fit_without_it(
 ) -> None:
     gpus(num_gpus, gib)
     made = plan(when_shared, **sections)
-    learner = made.divided.learner
+    learner = made.divided_for(made.learner_devices).learner
     assert (learner.activation_checkpointing, learner.max_tokens_per_micro_batch) == (is_on, tokens)
     assert rows(made)["checkpointing"].startswith("on: " if is_on else "off: ")
 

@@ -137,7 +137,7 @@ fixed_opponent = "run:other/best"
 env_id = "Nim-v0-train"
 fixed_opponents = ["adapter:Other", "base"]
 [sft]
-players = ["adapter:other"]
+players = ["adapter:other", "vendor/model:free", "scripted:mcts:10"]
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent

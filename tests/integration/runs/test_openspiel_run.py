@@ -72,8 +72,6 @@ async def test_evaluation_names_openspiel_on_the_command_line_and_counts_in_its_
         config=config,
         envs=[f"{LEDUC}:2:tiny", f"{KUHN}:2", "openspiel:nim(pile_sizes=3;4;5, is_misere=False)"],
         opponents=["scripted:random"],
-        games=12,
-        output=tmp_path / "out",
         overrides=LEGAL,
     )
     assert [(cell.env.env_id, cell.env.num_players, cell.env.prompt_template) for cell in plan.cells] == [
@@ -81,7 +79,7 @@ async def test_evaluation_names_openspiel_on_the_command_line_and_counts_in_its_
         (KUHN, 2, "tiny"),
         (NIM, 2, "tiny"),
     ]
-    done = await evaluate(plan, say=lambda _: None)
+    done = await evaluate(plan, tmp_path / "out", 12, say=lambda _: None)
     assert done.played == 36
     rows = list(read_records(tmp_path / "out" / "results.jsonl"))
     assert all(row["end"] != "void" for row in rows)

@@ -180,7 +180,7 @@ def test_games_against_the_base_record_the_evaluated_seat(tmp_path: Path) -> Non
             seats.append(policy_seats(game))
             assert row == ("base", *seats[-1])
     assert seats.count([0]) == seats.count([1]) == len(seats) / 2 > 0
-    cells = plan_evaluation([str(run)], output=tmp_path / "eval").cells
+    cells = plan_evaluation([str(run)]).cells
     assert [cell.opponent for cell in cells] == [BASE_MODEL]
 
 

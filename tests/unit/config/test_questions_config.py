@@ -134,7 +134,7 @@ def test_eval_takes_a_path_on_the_command_line(tmp_path, monkeypatch):
     )
 
     def planned(word: str) -> EvalEnvSpec:
-        plan = plan_evaluation(["base"], output=tmp_path / "out", config=tmp_path / "nim.toml", envs=[word])
+        plan = plan_evaluation(["base"], config=tmp_path / "nim.toml", envs=[word])
         return plan.cells[0].env
 
     for word in ("questions:2024.jsonl", f"questions:{tmp_path}/2024.jsonl:1:tiny"):

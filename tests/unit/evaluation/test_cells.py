@@ -7,8 +7,9 @@ import pytest
 from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.exact import models_by_env
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, opponent
-from unstable_lite.evaluation.plan import Cell, as_trained, game_spec, in_rounds, make_cells, read_key
+from unstable_lite.evaluation.plan import Cell, game_spec, in_rounds, make_cells, read_key
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.scripted import ScriptedPlayer
@@ -42,11 +43,11 @@ def test_every_model_meets_the_same_seeds_at_balanced_seats():
     assert game_spec(cells[0], 0, 8, ref).seed != one[0].seed
 
 
-def test_cells_that_differ_only_in_sampling_are_one_as_trained():
+def test_models_of_cells_that_differ_only_in_sampling_are_asked_once():
     samplings = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
-    cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM.model_copy(update=of) for of in samplings])
+    cells = make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM.changed(**of) for of in samplings])
     assert len({cell.key for cell in cells}) == 6
-    assert as_trained(cells) == make_cells([BASE_MODEL, adapter(1)], [RANDOM], [NIM])
+    assert models_by_env(cells) == {NIM.changed(fixed_opponent=""): [BASE_MODEL, adapter(1)]}
 
 
 def test_one_model_sits_alone_among_several_seats():

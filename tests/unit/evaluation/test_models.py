@@ -133,7 +133,7 @@ def test_opponent_of_several_envs_is_read_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "find_adapter", find_and_count)
     config = write_config(tmp_path, rival, "scripted:random")
-    plan = plan_evaluation(trained, output=tmp_path / "out", config=config)
+    plan = plan_evaluation(trained, config=config)
     assert sum(cell.opponent.name == rival for cell in plan.cells) == 4
     assert read == [rival]
 
@@ -144,9 +144,7 @@ def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path):
     path.write_text(to_toml(Config.model_validate({"train_envs": [env]}).model_dump(mode="json")))
     of_env = {}
     for env_id in ("Nim-v0-train", "TicTacToe-v0-train"):
-        plan = plan_evaluation(
-            ["base"], output=tmp_path, config=path, envs=[f"{env_id}:2"], opponents=["scripted:random"]
-        )
+        plan = plan_evaluation(["base"], config=path, envs=[f"{env_id}:2"], opponents=["scripted:random"])
         (of_env[env_id],) = ((cell.env.env_kwargs, cell.env.error_allowance) for cell in plan.cells)
     assert of_env == {"Nim-v0-train": ((("piles", (2, 3)),), 2), "TicTacToe-v0-train": ((), 0)}
 
@@ -155,16 +153,16 @@ def test_prompts_are_those_of_the_run_of_the_models_or_of_the_config(tmp_path):
     trained = str(write_adapter(tmp_path / "run" / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY))
     config = write_config(tmp_path / "run", "scripted:random")
     other = write_config(tmp_path, "scripted:random")
-    assert plan_evaluation([trained], output=tmp_path / "out").run == tmp_path / "run"
-    assert plan_evaluation([trained], output=tmp_path / "out", config=other).run == tmp_path / "run"
-    assert plan_evaluation(["base"], output=tmp_path / "out", config=config).run == tmp_path / "run"
-    assert plan_evaluation(["base"], output=tmp_path / "out", config=other).run is None
+    assert plan_evaluation([trained]).run == tmp_path / "run"
+    assert plan_evaluation([trained], config=other).run == tmp_path / "run"
+    assert plan_evaluation(["base"], config=config).run == tmp_path / "run"
+    assert plan_evaluation(["base"], config=other).run is None
 
 
 def test_settings_of_earlier_results_are_those_of_templates_without_new_keys(tmp_path):
     path = write_config(tmp_path, "scripted:random")
     path.write_text(path.read_text() + '[templates.mine]\nuser = "{observation}"\n')
-    made = plan_evaluation(["base"], output=tmp_path / "out", config=path).settings["templates"]["mine"]
+    made = plan_evaluation(["base"], config=path).settings["templates"]["mine"]
     assert set(made) == {"user", "system", "assistant", "chat", "thinking", "stop", "zero_sum"}
 
 
@@ -172,7 +170,7 @@ def test_every_opponent_that_is_not_found_is_named(tmp_path):
     config = write_config(tmp_path, f"adapter:{tmp_path}/nowhere", f"run:{tmp_path}/none/best", "scripted:random")
     trained = str(write_adapter(tmp_path / "trained", small()))
     with pytest.raises(ConfigError) as caught:
-        plan_evaluation([trained], output=tmp_path / "out", config=config)
+        plan_evaluation([trained], config=config)
     absent, no_run = caught.value.problems
     assert "nowhere" in absent and "not a run directory" in no_run
 

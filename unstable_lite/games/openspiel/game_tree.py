@@ -105,8 +105,11 @@ class GameTree:
 
         Source: Lanctot et al. 2019, "OpenSpiel", arXiv:1908.09453: NashConv divided by the number of players.
         """
-        responses = [self.best_response(policy, seat) for seat in (0, 1)]
-        return float(sum(self.outcomes(policy, seat, own).utility for seat, own in enumerate(responses)) / 2)
+        return float(sum(of.utility for of in self.best_outcomes(policy, policy)) / 2)
+
+    def best_outcomes(self, fitted: Policy, played: Policy) -> list[Outcomes]:
+        """Return, by seat, the results there of the best response to `fitted`, against `played` at the other seat."""
+        return [self.outcomes(played, seat, self.best_response(fitted, seat)) for seat in (0, 1)]
 
     def outcomes(self, policy: Policy, seat: int, own: Policy) -> Outcomes:
         """Return the results of `own` at `seat` against `policy` at the other one.
@@ -162,13 +165,10 @@ class GameTree:
             value = sum(float(p) * value_of(n) for p, n in zip(played, position.successors, strict=True))
             return value - max(0.0, 1.0 - float(played.sum())) * self.lowest_utility
 
-        response = []
-        for state, about in enumerate(self.states):
-            chosen = np.zeros(len(about.actions))
-            if about.seat == seat:
-                chosen[best_of(state)] = 1.0
-            response.append(chosen)
-        return response
+        return [
+            np.eye(len(about.actions))[best_of(state)] if about.seat == seat else np.zeros(len(about.actions))
+            for state, about in enumerate(self.states)
+        ]
 
     def average(self, policies: Sequence[Policy], weights: Sequence[float]) -> Policy:
         """Return the policy of a seat that draws one of `policies`, by weight, before a game and plays it throughout.
@@ -333,11 +333,10 @@ class _Builder:
 
     def _decision(self, state: Any, seat: int, moves: tuple[Moves, Moves]) -> Decision:
         names, shown = action_names(state, seat), prompt(state, seat)
-        if (seat, shown) not in self._numbers:
-            self._numbers[seat, shown] = len(self.states)
+        number = self._numbers.setdefault((seat, shown), len(self.states))
+        if number == len(self.states):
             self.states.append(DecisionState(seat, shown, tuple(names)))
             self._moves.append(moves[seat])
-        number = self._numbers[seat, shown]
         if not self._is_board_game and self._moves[number] != moves[seat]:
             raise ConfigError(
                 f"{self._env_id}: its prompt does not show a seat its own earlier moves, so its best response is "
@@ -345,8 +344,6 @@ class _Builder:
             )
         after = []
         for index, action in enumerate(names.values()):
-            extended = list(moves)
-            if not self._is_board_game:
-                extended[seat] = (*moves[seat], (number, index))
-            after.append(self.add(state.child(action), (extended[0], extended[1])))
+            own = moves[seat] if self._is_board_game else (*moves[seat], (number, index))
+            after.append(self.add(state.child(action), (own, moves[1]) if seat == 0 else (moves[0], own)))
         return Decision(number, tuple(after))
