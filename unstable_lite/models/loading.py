@@ -32,6 +32,7 @@ def load_model(path: str, trust_remote_code: bool, advice: str = "", **options: 
 
     Raises ModelError if it cannot be loaded, if its files and its architecture differ, or if a weight is not finite.
     """
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with model_errors(path, EVENT, advice):
         if "gguf_file" not in options and (problems := file_problems(Path(path))):
             raise ModelError("\n".join(problems))
