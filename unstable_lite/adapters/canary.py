@@ -74,12 +74,9 @@ class Noise:
         return np.stack([too_small, too_large, by_much, by_little, np.zeros(len(difference))], axis=1)
 
     def _log_of_effect(self, difference: Floats, effect: Floats, uncertainty: Floats) -> Floats:
-        """Return the logarithm of each token's factor for an effect that is wrong in the direction of `difference`.
-
-        If the adapter moves a token by less than four times the noise, only the sign is evidence, with a stake
-        proportional to the effect.
-        """
+        """Return the logarithm of each token's factor for an effect that is wrong in the direction of `difference`."""
         excess = difference - EFFECT_SLACK * effect
+        # Of an effect below four times the noise only the sign is evidence, with a stake in proportion to the effect.
         by_sign = np.log1p(np.minimum(LARGEST_STAKE, effect / self._scale) * np.tanh(excess / self._scale))
         p_value = np.where(excess > 0, 0.5 * self._p_value(np.abs(excess) / uncertainty, self._fine_sizes), 1.0)
         return np.where(effect > 4 * self._scale, _log_calibrated(p_value, BY_MUCH), by_sign)
@@ -100,8 +97,7 @@ def _uncertainty(logprobs: Floats) -> Floats:
 
 def _log_calibrated(p_value: Floats, exponent: float) -> Floats:
     """Return the logarithm of k p ** (k - 1), whose mean is 1 if p is uniform (Vovk and Wang 2021)."""
-    logarithm: Floats = (exponent - 1) * np.log(p_value) + math.log(exponent)
-    return logarithm
+    return (exponent - 1) * np.log(p_value) + math.log(exponent)
 
 
 ERROR_RATE = 1e-7

@@ -82,7 +82,7 @@ class _Guard:
                 self.is_aiming = False
 
     def settle(self) -> None:
-        """Wait for the watching thread if it interrupts a call that just ended, and take back what it sent too late."""
+        """Wait for the watching thread, which saw a call run that just ended, and take back its exception."""
         while self.is_aiming:
             time.sleep(0.001)
         self._send(None)

@@ -295,12 +295,10 @@ class ModelRegistry:
         _start_ratings(self._models.values(), self._envs)
         self._fix_anchors()
         self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
-        self.match_counts, self.match_results = defaultdict(int), {}
-        for a, b, count, *result in state["match_counts"]:
-            pair = saved[a].uid, saved[b].uid
-            self.match_counts[pair] = count
-            if result:  # mirror games have none, and neither have checkpoints of earlier versions
-                self.match_results[pair] = (result[0], result[1], result[2])
+        met = {(saved[a].uid, saved[b].uid): counts for a, b, *counts in state["match_counts"]}
+        self.match_counts = defaultdict(int, {pair: count for pair, (count, *_) in met.items()})
+        # Mirror games have no results, and neither have checkpoints of earlier versions.
+        self.match_results = {pair: (of[1], of[2], of[3]) for pair, of in met.items() if len(of) > 1}
         self.touched, self.touched_pairs = dict.fromkeys(self._models), dict.fromkeys(self.match_counts)
 
     def _add_env(self, env_id: str) -> None:

@@ -36,9 +36,8 @@ def load_model(path: str, trust_remote_code: bool, advice: str = "", **options: 
     with model_errors(path, EVENT, advice):
         if "gguf_file" not in options and (problems := file_problems(Path(path))):
             raise ModelError("\n".join(problems))
-        options |= {"use_safetensors": True, **_REPORTED}
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=trust_remote_code, **options
+            path, trust_remote_code=trust_remote_code, use_safetensors=True, **_REPORTED, **options
         )
     model, report = loaded
     _check_report(path, model, report)

@@ -202,8 +202,7 @@ class CanaryChecks:
 
     async def _unchecked(self, canaries: Sequence[_Canary]) -> list[EngineClient]:
         """Return the engines that are up, without those of `canaries` that have not died since."""
-        checked = {(canary.name, canary.life) for canary in canaries}
-        up = await self._engines.wait_for_one()
+        up, checked = await self._engines.wait_for_one(), [(canary.name, canary.life) for canary in canaries]
         return [engine for engine in up if (engine.channel.name, engine.channel.life) not in checked]
 
     async def _check(self, engines: Sequence[EngineClient], id: int, directory: Path | None) -> list[_Canary]:
@@ -219,11 +218,10 @@ class CanaryChecks:
         return [canary for canary in canaries if not canary.has_died]
 
     async def _sample_more(self, id: int, canaries: Sequence[_Canary]) -> None:
-        """Let engines sample what their checks want next; of an adapter at once all that may be wanted later."""
-        at_least, asked = self._num_sampled if id else 0, list[tuple[_Canary, int]]()
-        for canary in canaries:
-            numbers = range(len(canary.generations), max(canary.check.num_wanted(), at_least))
-            asked += [(canary, number) for number in numbers]
+        """Let engines sample the completions that their checks need next; of an adapter all that they may need."""
+        least, asked = self._num_sampled if id else 0, list[tuple[_Canary, int]]()
+        for one in canaries:
+            asked += [(one, n) for n in range(len(one.generations), max(one.check.num_wanted(), least))]
         asking = (self._ask(c.engine, id, self._prompt(id, number), CANARY_SEED + number) for c, number in asked)
         for (canary, _), answer in zip(asked, await all_of(asking, but=WorkerDied), strict=True):
             if answer is None:
@@ -232,7 +230,7 @@ class CanaryChecks:
                 canary.generations.append(answer)
 
     async def _score_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
-        """Let the learner score what the checks want next."""
+        """Let the learner score the completions that the checks need next, and compare them."""
         new = [(c, one) for c in canaries for one in c.generations[c.check.num_completions : c.check.num_wanted()]]
         scored = await self._score((generation for _, generation in new), directory) if new else {}
         for canary, generation in new:
