@@ -33,8 +33,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from unstable_lite.config.games import EnvSpec
 from unstable_lite.games.env_catalogue import BOARD_GAMES
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.lookahead import GREEDY_GAMES, OPTIMAL_ACTIONS, greedy_actions, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
@@ -188,9 +189,8 @@ def play_games(num_games: int, rng: random.Random, shares: Mapping[str, float] =
     for env_id in rng.choices(list(shares), list(shares.values()), k=num_games):
         has_board = env_id.partition("-v0")[0] in BOARD_GAMES
         seen: Observation = "board" if has_board and rng.random() < 0.5 else "env"
-        env = start_environment(env_id, num_players=2, seed=rng.getrandbits(31), observation=seen)
-        game: list[Turn] = []
-        done = False
+        env = environment_of(EnvSpec(env_id=env_id, num_players=2, observation=seen), rng.getrandbits(31))
+        game, done = list[Turn](), False
         while not done:
             _, observation = env.observe()
             actions = action_probabilities(env_id, observation)

@@ -7,7 +7,6 @@ from fakes.game_records import make_spec
 from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
-from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import make_scheduler
@@ -35,8 +34,7 @@ def scheduler_of(of: Config) -> GameScheduler:
 
 async def played(spec: GameSpec, factory: PlayerFactory) -> GameRecord:
     record = new_record(spec)
-    environment = start_environment(spec.env_id, 2, spec.seed, reward_scale=spec.reward_scale)
-    await run_game(record, environment, factory.players(spec))
+    await run_game(record, make_in_process(spec), factory.players(spec))
     return record
 
 

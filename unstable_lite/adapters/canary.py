@@ -2,20 +2,6 @@
 
 Knows numbers only: log-probabilities of the same tokens from the engine, from the learner with the adapter, and from
 the learner without it. Sends no requests and stops nothing; see orchestrator/canary_checks.py.
-
-The evidence for each fault in SUSPICIONS is the logarithm of a product with one factor per token. Under rounding alone
-the mean of each factor is at most 1, so by Ville's inequality the product ever exceeds 1 / ERROR_RATE with a
-probability of at most ERROR_RATE. A check carries its evidence into the next one, but never less than 0: a small
-persistent error is found without more tokens, and the mean time to a false alarm is still 1 / ERROR_RATE checks.
-
-Rounding shifts the logits by about the same amount in every context, so it changes log p of a token of probability q in
-proportion to 1 - q, by which differences are divided. It is relative, too (bfloat16: 1/256 of a logit), so it is larger
-for a token that the adapter has moved by many nats.
-
-A token whose |Δ log p| has the p-value p among those measured at the start contributes k p ** (k - 1), whose mean is 1
-if p is uniform (Vovk and Wang 2021); a k near 1 finds small differences if there are enough tokens. If the adapter
-moves a token by less than four times the noise, only the sign of the difference is evidence about the adapter's effect,
-with a stake proportional to the effect.
 """
 
 from __future__ import annotations
@@ -31,8 +17,6 @@ from unstable_lite.types import Logprobs, TokenIds
 
 Floats = npt.NDArray[np.float64]
 
-ERROR_RATE = 1e-7
-"""Probability that one check mistakes rounding for wrong weights."""
 SUSPICIONS = (
     "the adapter has less effect than it should, as if the engine served the base or the scaling were too small",
     "the adapter has more effect than it should, as if the scaling were too large",
@@ -40,40 +24,22 @@ SUSPICIONS = (
     "its log-probabilities differ slightly but persistently by more than rounding explains",
     "its tokens for the same prompts and seeds differ from earlier ones more often than rounding explains",
 )
-WRONG_AT = math.log(len(SUSPICIONS) / ERROR_RATE)
-OPEN_AT = math.log(10.0)
-"""Evidence above which a check asks for more tokens."""
-MOST_OF_ONE = WRONG_AT / 4
-"""Limit of the evidence from one completion: one cause other than the weights can affect all its tokens."""
-CORRELATION = 0.5
-"""Exponent of each factor, because the tokens of a completion are not independent. A power below 1 of a factor whose
-mean is at most 1 has a mean of at most 1."""
+
 NOISE_FACTOR = 2.0
 """Factor by which the noise of an adapter may exceed the noise of the base at the start."""
 EFFECT_SLACK = 0.25
 """Share by which rounding may change the adapter's effect."""
 LOGIT_ROUNDING = 1 / 64
-"""Share of the adapter's effect on a token by which rounding may change log p there."""
+"""Share of the adapter's effect on a token by which rounding may change log p there: it is relative (bfloat16: 1/256 of
+a logit), so it is larger for a token that the adapter has moved by many nats."""
 TAIL_EXPONENT = 2.0
 """Exponent of the assumed tail of differences beyond the largest one at the start; a Gaussian tail falls faster."""
 CERTAIN = 0.02
 """Added to 1 - q, so that a token of probability 1 has a finite relative difference. (SmolLM2-135M in bfloat16: mean
 |Δ log p| from 0.015 for the most likely tokens to 0.056 for unlikely ones; divided by it, 0.050 to 0.064.)"""
 LARGEST_STAKE = 0.95
-LEAST_PARTING = 0.01
-"""Least assumed share of tokens at which rounding makes two completions of one seed diverge."""
 BY_MUCH, BY_LITTLE = 0.5, 0.8
-"""Exponents k for large and for small differences."""
-NOISE_TOKENS = 256
-"""Number of tokens from which the noise is measured."""
-MOST_TOKENS = 512
-"""Token limit of one check."""
-FEWEST_TOKENS = 6
-"""Number of different tokens below which a check is inconclusive."""
-FIRST_COMPLETIONS = 16
-"""Completions of the base to measure the noise; more are requested until there are NOISE_TOKENS tokens."""
-MOST_COMPLETIONS = 128
-"""Completion limit of one check."""
+"""Exponents k of `_log_calibrated`: one near 1 finds small differences if there are enough tokens."""
 
 
 class Noise:
@@ -99,19 +65,21 @@ class Noise:
     def log_factors(self, engine: Logprobs, learner: Logprobs, base: Logprobs) -> Floats:
         """Return the logarithm of each token's factor for each suspicion; 0 for the last suspicion."""
         difference, effect = np.float64(engine) - learner, np.float64(learner) - base
-        factors = np.zeros((len(difference), len(SUSPICIONS)))
-        uncertainty = _uncertainty(np.asarray(learner, np.float64))
-        unexplained = np.maximum(np.abs(difference) - LOGIT_ROUNDING * np.abs(effect), 0.0)
+        uncertainty, size = _uncertainty(np.asarray(learner, np.float64)), np.abs(effect)
+        beyond = (difference - self._centre) * np.sign(effect)
+        too_small, too_large = (self._log_of_effect(towards, size, uncertainty) for towards in (-beyond, beyond))
+        unexplained = np.maximum(np.abs(difference) - LOGIT_ROUNDING * size, 0.0)
         p_value = self._p_value(unexplained / uncertainty, self._sizes)
-        factors[:, 2], factors[:, 3] = _log_calibrated(p_value, BY_MUCH), _log_calibrated(p_value, BY_LITTLE)
-        stake = np.minimum(LARGEST_STAKE, np.abs(effect) / self._scale)
-        for column, direction in ((0, -np.sign(effect)), (1, np.sign(effect))):
-            excess = (difference - self._centre) * direction - EFFECT_SLACK * np.abs(effect)
-            by_sign = np.log1p(stake * np.tanh(excess / self._scale))
-            p_value = np.where(excess > 0, 0.5 * self._p_value(np.abs(excess) / uncertainty, self._fine_sizes), 1.0)
-            is_plain = np.abs(effect) > 4 * self._scale
-            factors[:, column] = np.where(is_plain, _log_calibrated(p_value, BY_MUCH), by_sign)
-        return factors
+        by_much, by_little = _log_calibrated(p_value, BY_MUCH), _log_calibrated(p_value, BY_LITTLE)
+        return np.stack([too_small, too_large, by_much, by_little, np.zeros(len(difference))], axis=1)
+
+    def _log_of_effect(self, difference: Floats, effect: Floats, uncertainty: Floats) -> Floats:
+        """Return the logarithm of each token's factor for an effect that is wrong in the direction of `difference`."""
+        excess = difference - EFFECT_SLACK * effect
+        # Of an effect below four times the noise only the sign is evidence, with a stake in proportion to the effect.
+        by_sign = np.log1p(np.minimum(LARGEST_STAKE, effect / self._scale) * np.tanh(excess / self._scale))
+        p_value = np.where(excess > 0, 0.5 * self._p_value(np.abs(excess) / uncertainty, self._fine_sizes), 1.0)
+        return np.where(effect > 4 * self._scale, _log_calibrated(p_value, BY_MUCH), by_sign)
 
     def _p_value(self, sizes: Floats, known: Floats) -> Floats:
         """Return the share of the known differences, enlarged by NOISE_FACTOR, that are at least as large."""
@@ -123,18 +91,38 @@ class Noise:
 
 
 def _uncertainty(logprobs: Floats) -> Floats:
-    """Return, for each log-probability, the factor to which the effect of rounding is proportional."""
+    """Return 1 - q + CERTAIN for each probability q: a shift of a logit changes log p in proportion to 1 - q."""
     return 1 - np.exp(np.minimum(logprobs, 0.0)) + CERTAIN
 
 
 def _log_calibrated(p_value: Floats, exponent: float) -> Floats:
-    logarithm: Floats = (exponent - 1) * np.log(p_value) + math.log(exponent)
-    return logarithm
+    """Return the logarithm of k p ** (k - 1), whose mean is 1 if p is uniform (Vovk and Wang 2021)."""
+    return (exponent - 1) * np.log(p_value) + math.log(exponent)
+
+
+ERROR_RATE = 1e-7
+"""Probability that one check mistakes rounding for wrong weights."""
+WRONG_AT = math.log(len(SUSPICIONS) / ERROR_RATE)
+OPEN_AT = math.log(10.0)
+"""Evidence above which a check asks for more tokens."""
+MOST_OF_ONE = WRONG_AT / 4
+"""Limit of the evidence from one completion: one cause other than the weights can affect all its tokens."""
+CORRELATION = 0.5
+"""Exponent of each factor, because the tokens of a completion are not independent. A power below 1 of a factor whose
+mean is at most 1 has a mean of at most 1."""
+LEAST_PARTING = 0.01
+"""Least assumed share of tokens at which rounding makes two completions of one seed diverge."""
 
 
 @dataclass(slots=True)
 class Evidence:
-    """Evidence against one engine."""
+    """Evidence against one engine: for each fault in SUSPICIONS the logarithm of a product with a factor per token.
+
+    Under rounding alone the mean of each factor is at most 1, so by Ville's inequality the product ever exceeds
+    1 / ERROR_RATE with a probability of at most ERROR_RATE. A check carries its evidence into the next one, but never
+    less than 0: a small persistent error is found without more tokens, and the mean time to a false alarm is still
+    1 / ERROR_RATE checks.
+    """
 
     logs: Floats = field(default_factory=lambda: np.zeros(len(SUSPICIONS)))
     """Logarithm of the product for each suspicion, over earlier checks and this one."""
@@ -177,6 +165,18 @@ class Evidence:
     def strength(self) -> float:
         """Evidence for the strongest suspicion, as a power of ten."""
         return float(self.logs.max()) / math.log(10)
+
+
+NOISE_TOKENS = 256
+"""Number of tokens from which the noise is measured."""
+MOST_TOKENS = 512
+"""Token limit of one check."""
+FEWEST_TOKENS = 6
+"""Number of different tokens below which a check is inconclusive."""
+FIRST_COMPLETIONS = 16
+"""Completions of the base to measure the noise; more are requested until there are NOISE_TOKENS tokens."""
+MOST_COMPLETIONS = 128
+"""Completion limit of one check."""
 
 
 class Check:

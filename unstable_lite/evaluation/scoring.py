@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
@@ -140,7 +139,6 @@ class AnswerScorer:
                 f"engine.top_p = {config.engine.top_p:g}: the probability of an answer is computed from the whole "
                 "distribution; set it to 1"
             )
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
         learner = {"kernels": "torch", "activation_checkpointing": False}

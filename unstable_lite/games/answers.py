@@ -109,13 +109,10 @@ def extract_boxed(text: str, tags: Tags = THINK) -> tuple[str, bool]:
     The last is the closed box that opens last; braces inside are balanced. LaTeX becomes plain
     text; content with a `[` gets no brackets.
     """
-    outside = without_thinking(text, tags)
-    if outside is None:
-        return "", False
-    text = outside
-    content = plain(_last_boxed(text))
+    outside = without_thinking(text, tags) or ""
+    content = plain(_last_boxed(outside))
     if not content:
-        return text, False
+        return outside, False
     return (content if "[" in content else f"[{content}]"), True
 
 

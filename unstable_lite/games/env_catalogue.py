@@ -307,12 +307,12 @@ def trial(spec: EnvSpec) -> Trial:
         return Trial(unseen="it is isolated, or calls a model over the network")
     knows_moves, lengths, until = lists_actions(spec.env_id), list[int](), time.monotonic() + TRIAL_TIMEOUT_S
     unseen: str | None = "no trial game came to its end" if knows_moves else "the package knows no legal moves of it"
-    longest: list[tuple[int, str, str]] = []
+    longest: list[str] = []
     with hang_guard(TRIAL_TIMEOUT_S):
         for seed in range(TRIAL_GAMES if knows_moves else 1):
             ended = None
             try:
-                turns, ended = plugins.call("env", spec.env_id, partial(_turns, spec, seed, until=until), {})
+                seen, ended = plugins.call("env", spec.env_id, partial(_play, spec, seed, until=until), {})
                 if ended is not None:
                     plugins.call("env", spec.env_id, ended.close, {})
                     unseen = None if knows_moves else unseen
@@ -322,27 +322,26 @@ def trial(spec: EnvSpec) -> Trial:
                 if is_unclear or reason_of(cause or error) in ("network", "timeout", "env_timeout"):
                     return Trial(unseen=f"a trial game failed: {error}")
                 return Trial(problem=f"a trial game failed: {error}")
-            lengths.append(len(turns))
-            longest = max(longest, turns if knows_moves else turns[:1], key=len)
-    observations = tuple(seen for _, seen, _ in longest)
-    return Trial(lengths=tuple(lengths) if knows_moves else (), unseen=unseen, observations=observations)
+            lengths.append(len(seen))
+            longest = max(longest, seen if knows_moves else seen[:1], key=len)
+    return Trial(lengths=tuple(lengths) if knows_moves else (), unseen=unseen, observations=tuple(longest))
 
 
-def _turns(spec: EnvSpec, seed: int, until: float) -> tuple[list[tuple[int, str, str]], LocalEnvironment | None]:
-    """Play random actions until a time; return player, observation and action of each turn.
+def _play(spec: EnvSpec, seed: int, until: float) -> tuple[list[str], LocalEnvironment | None]:
+    """Play random actions until a time; return the observation of each turn, and the env if the game is over.
 
-    Return the env, too, if the game is over. Raises UnsupportedEnvError if no legal move is found.
+    Raises UnsupportedEnvError if no legal move is found.
     """
-    rng, environment, turns = random.Random(seed), environment_of(spec, seed), list[tuple[int, str, str]]()
+    rng, environment, seen = random.Random(seed), environment_of(spec, seed), list[str]()
     turn: tuple[int, str] | None = environment.observe()
-    while turn is not None and len(turns) < min(spec.max_turns, TRIAL_TURNS) and time.monotonic() < until:
+    while turn is not None and len(seen) < min(spec.max_turns, TRIAL_TURNS) and time.monotonic() < until:
+        seen.append(turn[1])
         try:
             action = random_legal_action(spec.env_id, turn[1], rng) if lists_actions(spec.env_id) else "[0]"
         except (EnvError, ValueError) as error:
             raise UnsupportedEnvError(str(error)) from error
-        turns.append((*turn, action))
         turn = environment.play(action)
-    return turns, environment if turn is None else None
+    return seen, environment if turn is None else None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 from unstable_lite.errors import EnvError, EnvRaised, RequestError, WorkerDied
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_start import SETTINGS, LocalEnvironment, environment_of, file_of_call, game_under_way
+from unstable_lite.games.env_start import LocalEnvironment, environment_of, file_of_call, game_under_way
 from unstable_lite.games.local_game import hang_guard
 from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
@@ -133,9 +133,9 @@ class IsolatedEnvironment:
 
     async def start(self) -> None:
         self._life = await self._host.wait_until_up()
-        spec = self._spec
-        given = {name: getattr(spec, name) for name in SETTINGS} | {"env_kwargs": dict(spec.env_kwargs)}
-        await self._call(MakeEnv, seed=spec.seed, **given)
+        spec, shared = self._spec, ("env_id", "num_players", "seed", "observation", "reward_scale", "error_allowance")
+        given = {name: getattr(spec, name) for name in shared}
+        await self._call(MakeEnv, **given, env_kwargs=dict(spec.env_kwargs))
 
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
+from functools import partial
 from multiprocessing import ProcessError
 from typing import TypeVar
 
@@ -42,7 +43,7 @@ class _Guard:
     """Interrupts one thread's guarded calls, each at most once, and no other code of that thread.
 
     The main thread is interrupted by a signal, which also ends a `sleep`. Any other thread is watched by a second
-    thread and gets an asynchronous exception; a call that ends at that moment waits until it knows whether it gets one.
+    thread, which has Python raise an exception in it; a call that ends at that moment takes the exception back.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -54,7 +55,8 @@ class _Guard:
         self.is_aiming = False
         self._seen = 0
         self._since = 0.0
-        self._thread = threading.get_ident()
+        self._send = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()))
+        """Has Python raise an exception in the guarded thread as soon as it can; with None takes it back."""
 
     def is_overdue(self) -> bool:
         """Return whether the running call takes too long. Poll it; it is true only once per call."""
@@ -76,9 +78,14 @@ class _Guard:
             if self.is_overdue():
                 self.is_aiming = True
                 if self.call == self._seen:
-                    thread, exception = ctypes.c_ulong(self._thread), ctypes.py_object(_BrokenOff)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
+                    self._send(ctypes.py_object(_BrokenOff))
                 self.is_aiming = False
+
+    def settle(self) -> None:
+        """Wait for the watching thread, which saw a call run that just ended, and take back its exception."""
+        while self.is_aiming:
+            time.sleep(0.001)
+        self._send(None)
 
 
 _NO_GUARD = _Guard(math.inf)
@@ -102,11 +109,8 @@ def guarded_call(function: Callable[..., T], *arguments: object) -> T:
             return function(*arguments)
         finally:
             guard.call = 0
-            if guard.is_aiming:  # a last-moment interruption arrives, or is given up
-                while guard.is_aiming:
-                    time.sleep(0.001)
-                for _ in range(10):
-                    pass  # a pending asynchronous exception is raised at the next jump
+            if guard.is_aiming:
+                guard.settle()
     except _BrokenOff as broken:
         guard.call = 0
         raise Overdue(guard.limit_s) from broken

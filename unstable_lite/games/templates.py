@@ -38,8 +38,6 @@ MARKUP = (
 
 TRIM = "{trim}"
 """Mark beside `{observation}` in a laid-out template: whitespace at this end of an observation is left out."""
-MAX_PLAYERS = 64
-"""Largest number of players that is recognised in a prompt."""
 _OBSERVATION, _GAME = "{observation}", "{game}"
 
 

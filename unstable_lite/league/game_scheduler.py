@@ -33,10 +33,6 @@ GAMES = 256
 STATE = ("kind", "update", "state_dict", "load_state_dict")
 
 
-def _any_model(_model: ModelRef) -> bool:
-    return True
-
-
 @from_reference(unused={"logging_dir"})
 class GameScheduler:
     """Scheduler of training and evaluation games; the n-th game of either kind does not depend on the other kind."""
@@ -88,7 +84,7 @@ class GameScheduler:
     def _named_samplers(self) -> dict[str, BaseModelSampler | BaseEnvSampler]:
         return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler}
 
-    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _any_model) -> GameSpec:
+    def next_train_job(self, can_play: Callable[[ModelRef], bool] = lambda _model: True) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
         An opponent that cannot play now is drawn again. Raises OpponentError if no opponent that can is found.
@@ -124,7 +120,7 @@ class GameScheduler:
         fewest = min(mean for _, mean in self._steps_of.values())
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
-    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _any_model) -> list[GameSpec]:
+    def next_train_group(self, can_play: Callable[[ModelRef], bool] = lambda _model: True) -> list[GameSpec]:
         """Return `group_size` games that differ only in their number, and so in the actions that models sample.
 
         If groups rotate, they are one deal, and the models sit one seat further in each game.
@@ -143,7 +139,7 @@ class GameScheduler:
         spec: EvalEnvSpec | None = None,
         model: ModelRef | None = None,
         label: str | None = None,
-        can_play: Callable[[ModelRef], bool] = _any_model,
+        can_play: Callable[[ModelRef], bool] = lambda _model: True,
         number: int | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.

@@ -283,42 +283,24 @@ class ModelRegistry:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; fixed models that are already registered stay.
-
-        A state may be another person's, so the config alone decides on the player of a fixed model and on its activity.
-        """
+        """Load a state; fixed models that are already registered stay."""
         configured = {uid: meta for uid, meta in self._models.items() if meta.kind == "fixed"}
-        columns: dict[str, list[Any]] = state["models"]
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        models = msgspec.convert(rows, list[ModelMeta])
-        for env_id, ratings in state["ratings"].items():
-            for meta, rating in zip(models, ratings, strict=True):
-                meta.ratings[env_id] = Rating(*rating)
-        for meta in models:
-            if meta.kind == "fixed" or meta.uid in configured:
-                own = configured.get(meta.uid) or ModelMeta(uid=meta.uid, kind="fixed", active=False)
-                for name in OF_CONFIG:
-                    setattr(meta, name, getattr(own, name))
-            elif meta.adapter_version is None or meta.name or not _CHECKPOINT.fullmatch(meta.uid):
-                raise ValueError(f"{meta.uid!r} is not a checkpoint of a run")  # directories bear its uid
+        saved = _saved_models(state, configured)
         for meta in configured.values():
             meta.ratings.clear()
-        loaded = {meta.uid: meta for meta in models}
-        self._models = loaded | {uid: meta for uid, meta in configured.items() if uid not in loaded}
+        self._models = {meta.uid: meta for meta in saved}
+        self._models |= {uid: meta for uid, meta in configured.items() if uid not in self._models}
+        self._current_uid = self._models[state["current"]].uid
+        self._list_active()
         self._envs = dict.fromkeys([*state["ratings"], *self._anchors])
         _start_ratings(self._models.values(), self._envs)
-        self._list_active()
-        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
-        self.touched = dict.fromkeys(self._models)
         self._fix_anchors()
-        self._current_uid = self._models[state["current"]].uid
-        uids = columns["uid"]
-        self.match_counts, self.match_results = defaultdict(int), {}
-        for a, b, count, *result in state["match_counts"]:
-            self.match_counts[uids[a], uids[b]] = count
-            if result:  # mirror games have none, and neither have checkpoints of earlier versions
-                self.match_results[uids[a], uids[b]] = (result[0], result[1], result[2])
-        self.touched_pairs = dict.fromkeys(self.match_counts)
+        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
+        met = {(saved[a].uid, saved[b].uid): counts for a, b, *counts in state["match_counts"]}
+        self.match_counts = defaultdict(int, {pair: count for pair, (count, *_) in met.items()})
+        # Mirror games have no results, and neither have checkpoints of earlier versions.
+        self.match_results = {pair: (of[1], of[2], of[3]) for pair, of in met.items() if len(of) > 1}
+        self.touched, self.touched_pairs = dict.fromkeys(self._models), dict.fromkeys(self.match_counts)
 
     def _add_env(self, env_id: str) -> None:
         """Give every model a rating in this env."""
@@ -393,3 +375,24 @@ def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:
     for meta in metas:
         for env_id in env_ids:
             meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
+
+
+def _saved_models(state: dict[str, Any], configured: Mapping[str, ModelMeta]) -> list[ModelMeta]:
+    """Return the models of a state with their ratings. Raises ValueError for a checkpoint that no run makes.
+
+    A state may be another person's, so the config alone decides on the player of a fixed model and on its activity.
+    """
+    columns: dict[str, list[Any]] = state["models"]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    models = msgspec.convert(rows, list[ModelMeta])
+    for env_id, ratings in state["ratings"].items():
+        for meta, rating in zip(models, ratings, strict=True):
+            meta.ratings[env_id] = Rating(*rating)
+    for meta in models:
+        if meta.kind == "fixed" or meta.uid in configured:
+            own = configured.get(meta.uid) or ModelMeta(uid=meta.uid, kind="fixed", active=False)
+            for name in OF_CONFIG:
+                setattr(meta, name, getattr(own, name))
+        elif meta.adapter_version is None or meta.name or not _CHECKPOINT.fullmatch(meta.uid):
+            raise ValueError(f"{meta.uid!r} is not a checkpoint of a run")  # directories bear its uid
+    return models

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
@@ -84,7 +83,6 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 
 
 def make_worker(config: Config, device: str) -> _Worker:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
     return _Worker(load_learner(config, device), config)

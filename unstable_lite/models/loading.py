@@ -32,12 +32,12 @@ def load_model(path: str, trust_remote_code: bool, advice: str = "", **options: 
 
     Raises ModelError if it cannot be loaded, if its files and its architecture differ, or if a weight is not finite.
     """
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with model_errors(path, EVENT, advice):
         if "gguf_file" not in options and (problems := file_problems(Path(path))):
             raise ModelError("\n".join(problems))
-        options |= {"use_safetensors": True, **_REPORTED}
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=trust_remote_code, **options
+            path, trust_remote_code=trust_remote_code, use_safetensors=True, **_REPORTED, **options
         )
     model, report = loaded
     _check_report(path, model, report)

@@ -296,13 +296,13 @@ class Contest:
         """
         level = 1 - 0.05 / max(self.compared, 1)
         self.compared += 1
-        before = self.best
-        if before is None or result.interval[0] > before.interval[0]:
-            self.best = result
+        is_best = self.best is None or result.interval[0] > self.best.interval[0]
         if self.newest is None or result.step >= self.newest.step:
-            rival, self.newest = before, result
-        else:  # a late result, which judges the newest if it is a new best
-            rival = None if self.best is before else self.best
+            self.newest, rival = result, self.best
+        else:  # a late result, which says nothing about the newest unless it is a new best
+            rival = result if is_best else None
+        if is_best:
+            self.best = result
         newest = self.newest
         if rival is None or rival == newest:
             return []

@@ -192,48 +192,48 @@ class CanaryChecks:
     async def _check_everywhere(self, id: int, directory: Path | None = None) -> list[_Canary]:
         """Compare every engine with the learner, with the adapter that it holds now or reads, or with the base.
 
-        In rounds, as long as more tokens are needed. An engine that died since it answered, and was restarted, is asked
-        again.
+        An engine that died since it answered, and was restarted, is compared again.
         """
-        against = self._evidence if directory is None else self._frozen_evidence
         canaries: list[_Canary] = []
-
-        while True:
-            checked = {(one.name, one.life) for one in canaries}
-            up = await self._engines.wait_for_one()
-            if not (silent := [one for one in up if (one.channel.name, one.channel.life) not in checked]):
-                break
-            new = []
-            for engine in silent:
-                evidence, noise = against.setdefault(engine.channel.name, Evidence()), self._noise if id else None
-                check = Check(evidence, noise, self._tolerance, self._num_scored, self._num_sampled)
-                new.append(_Canary(engine=engine, life=engine.channel.life, check=check))
-            while open_canaries := [c for c in new if not c.has_died and c.check.num_wanted()]:
-                await self._compare_more(id, open_canaries, directory)
-            canaries += [canary for canary in new if not canary.has_died]
+        while unchecked := await self._unchecked(canaries):
+            canaries += await self._check(unchecked, id, directory)
         self._table.weights_of(id).answers |= {c.name: self._answers(id, c) for c in canaries}
         return canaries
 
-    async def _compare_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
-        """Let the engines sample the missing completions, and the learner score them."""
-        asked: list[tuple[_Canary, int]] = []
-        for canary in canaries:
-            most = max(canary.check.num_wanted(), self._num_sampled) if id else canary.check.num_wanted()
-            asked += [(canary, number) for number in range(len(canary.generations), most)]
+    async def _unchecked(self, canaries: Sequence[_Canary]) -> list[EngineClient]:
+        """Return the engines that are up, without those of `canaries` that have not died since."""
+        up, checked = await self._engines.wait_for_one(), [(canary.name, canary.life) for canary in canaries]
+        return [engine for engine in up if (engine.channel.name, engine.channel.life) not in checked]
+
+    async def _check(self, engines: Sequence[EngineClient], id: int, directory: Path | None) -> list[_Canary]:
+        """Check engines in rounds, as long as any of them needs more tokens; return those that did not die."""
+        against, noise = self._evidence if directory is None else self._frozen_evidence, self._noise if id else None
+        limits, canaries = (self._tolerance, self._num_scored, self._num_sampled), []
+        for engine in engines:
+            check = Check(against.setdefault(engine.channel.name, Evidence()), noise, *limits)
+            canaries.append(_Canary(engine=engine, life=engine.channel.life, check=check))
+        while unfinished := [canary for canary in canaries if not canary.has_died and canary.check.num_wanted()]:
+            await self._sample_more(id, unfinished)
+            await self._score_more(id, [canary for canary in unfinished if not canary.has_died], directory)
+        return [canary for canary in canaries if not canary.has_died]
+
+    async def _sample_more(self, id: int, canaries: Sequence[_Canary]) -> None:
+        """Let engines sample the completions that their checks need next; of an adapter all that they may need."""
+        least, asked = self._num_sampled if id else 0, list[tuple[_Canary, int]]()
+        for one in canaries:
+            asked += [(one, n) for n in range(len(one.generations), max(one.check.num_wanted(), least))]
         asking = (self._ask(c.engine, id, self._prompt(id, number), CANARY_SEED + number) for c, number in asked)
         for (canary, _), answer in zip(asked, await all_of(asking, but=WorkerDied), strict=True):
             if answer is None:
                 canary.has_died = True
             else:
                 canary.generations.append(answer)
-        to_score = [
-            (canary, generation)
-            for canary in canaries
-            if not canary.has_died
-            for generation in canary.generations[canary.check.num_completions : canary.check.num_wanted()]
-        ]
-        scored = await self._score((generation for _, generation in to_score), directory) if to_score else {}
-        for canary, generation in to_score:
+
+    async def _score_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
+        """Let the learner score the completions that the checks need next, and compare them."""
+        new = [(c, one) for c in canaries for one in c.generations[c.check.num_completions : c.check.num_wanted()]]
+        scored = await self._score((generation for _, generation in new), directory) if new else {}
+        for canary, generation in new:
             self._compare(id, canary, generation, scored[_tokens(generation)])
 
     def _compare(self, id: int, canary: _Canary, generation: Generation, scored: LearnerLogprobs) -> None:

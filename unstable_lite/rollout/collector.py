@@ -209,7 +209,6 @@ class Collector:
             if self._lock_step is None:
 
                 async def play(spec: GameSpec) -> None:
-                    self._lease(spec)
                     record = await self._to_its_end(spec, waits_for_opponents=True)
                     await self._count_with_others(record)
                     records.append(record)
@@ -217,11 +216,8 @@ class Collector:
                 await play_all(specs, play, concurrency)
                 return records
             try:
-                while len(records) < num_games:
-                    games = specs[len(records) : len(records) + concurrency]
-                    for spec in games:
-                        self._lease(spec)
-                    records += await self._in_lock_step(games)
+                for first in range(0, num_games, concurrency):
+                    records += await self._in_lock_step(specs[first : first + concurrency])
             except asyncio.CancelledError:
                 self._scheduler.load_state_dict(before)  # so that the evaluation can be repeated
                 raise
@@ -288,7 +284,6 @@ class Collector:
             uid = self._scheduler.registry.get_current_ckpt()
             self.evaluating[uid] += 1
             try:
-                self._lease(spec)
                 await self._count_with_others(await self._to_its_end(spec))
             finally:
                 self.evaluating[uid] -= 1
@@ -330,6 +325,8 @@ class Collector:
 
     async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """Play one game with leased adapters to its one record, and end the leases in any case."""
+        if spec.kind == "eval":  # the adapters of a training game are leased since its group began
+            self._lease(spec)
         self.games_in_flight[spec.kind] += 1
         try:
             await self.unpaused.wait()

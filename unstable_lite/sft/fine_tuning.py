@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import TypeVar
 
 import torch
-import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
@@ -38,7 +37,6 @@ class FineTuner:
     """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
     def __init__(self, config: Config, device: str) -> None:
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         rate = {"learning_rate": config.sft.learning_rate, "learning_rate_schedule": "constant"}
         self._config = config
         self._training = Training(config.changed(learner=rate | {"learning_rate_warmup": 0}), device)

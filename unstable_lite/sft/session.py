@@ -14,10 +14,10 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import parse_player
@@ -151,31 +151,25 @@ def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False)
 
 async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> Collected:
     config, progress, logs = plan.config, terminal.of("pair"), pairs_file.parent / "logs"
-    wanted = config.sft.pairs
-    with pairs_file.open("wb") as file, cancelled_by_signals():
+    models = [opponent(name) for name in config.sft.players]
 
-        def keep(pairs: Sequence[Pair], so_far: Collected) -> None:
-            file.writelines(map(to_line, pairs))
-            file.flush()
-            status = f"games {so_far.games}  left out {so_far.left_out.total()}"
-            progress.show_update(so_far.pairs, wanted, status)
+    async def play(seats: PlayerFactory, adapters: LoadedAdapters) -> Collected:
+        await adapters.hold({model.key: model for model in models if model.path is not None})
+        return await collect_pairs(config, list(map(adapters.ref, models)), seats, file, progress, environments)
 
-        async def play(seats: PlayerFactory, adapters: LoadedAdapters) -> Collected:
-            models = [opponent(name) for name in config.sft.players]
-            await adapters.hold({model.key: model for model in models if model.path is not None})
-            return await collect_pairs(config, list(map(adapters.ref, models)), seats, keep, environments)
-
-        progress.start(wanted)
-        try:
+    progress.start(config.sft.pairs)
+    try:
+        with pairs_file.open("wb") as file, cancelled_by_signals():
             async with opened_env_pool(logs, config.run.env_timeout_s) as environments:
                 collected = await with_engines(plan, None, logs, terminal.say, play)
-        finally:
-            progress.stop()
-    if collected.pairs < wanted:
+    finally:
+        progress.stop()
+    if collected.pairs < config.sft.pairs:
         reasons = ", ".join(f"{count} turns {reason}" for reason, count in collected.left_out.most_common())
         text = (
-            f"only {collected.pairs} of {wanted} pairs after {collected.games} games ({collected.void_games} of them "
-            f"void): {MAX_GAMES:,} games or a limit of section opponents is reached. Left out: {reasons or 'no turn'}"
+            f"only {collected.pairs} of {config.sft.pairs} pairs after {collected.games} games ({collected.void_games} "
+            f"of them void): {MAX_GAMES:,} games or a limit of section opponents is reached. Left out: "
+            f"{reasons or 'no turn'}"
         )
         if not collected.pairs:
             raise UnstableError(f"{text}; loosen sft.filter, or use other sft.players")
@@ -208,6 +202,8 @@ class Collected:
     pairs: int = 0
     games: int = 0
     void_games: int = 0
+    voids_in_a_row: int = 0
+    """Number of the newest games that are void, without those whose env was lost with its process."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of turns that were left out, by reason."""
 
@@ -216,32 +212,36 @@ async def collect_pairs(
     config: Config,
     players: Sequence[ModelRef],
     seats: PlayerFactory,
-    keep: Callable[[Sequence[Pair], Collected], None],
+    file: BinaryIO,
+    progress: TerminalInterface,
     environments: EnvPool | None = None,
 ) -> Collected:
-    """Play until `sft.pairs` are kept, `MAX_GAMES` are played, or the budget for opponents is spent.
+    """Play until `sft.pairs` are in `file`, `MAX_GAMES` are played, or the budget for opponents is spent.
 
     Games count in the order of their numbers, not of their ends, so that reproducible players give reproducible pairs.
     Raises a group with an EnvError if games keep failing, with a WorkerDied if an engine dies.
     """
-    collected, finished, is_enough = Collected(), dict[int, GameRecord](), asyncio.Event()
-    runner, voids_in_a_row = GameRunner(seats, config.run, environments), 0
+    wanted, collected, is_enough = config.sft.pairs, Collected(), asyncio.Event()
+    runner, ended = GameRunner(seats, config.run, environments), dict[int, GameRecord]()
 
     async def play(number: int) -> None:
-        nonlocal voids_in_a_row
-        finished[number] = await runner.play(_game(config, players, number))
-        while not is_enough.is_set() and (record := finished.pop(collected.games, None)) is not None:
-            voids_in_a_row = voids_in_a_row + (record.reason != ENV_LOST) if record.end == "void" else 0
-            if voids_in_a_row == MAX_VOID_GAMES and not seats.spent:
+        ended[number] = await runner.play(_game(config, players, number))
+        while not is_enough.is_set() and (record := ended.pop(collected.games, None)) is not None:
+            is_void = record.end == "void"
+            collected.games += 1
+            collected.void_games += is_void
+            collected.voids_in_a_row = collected.voids_in_a_row + (record.reason != ENV_LOST) if is_void else 0
+            if collected.voids_in_a_row == MAX_VOID_GAMES and not seats.spent:
                 raise EnvError(f"{MAX_VOID_GAMES} games in a row failed; the last one: {record.error}")
             pairs, left_out = pairs_of_game(record, config.sft)
-            pairs = pairs[: config.sft.pairs - collected.pairs]
+            pairs = pairs[: wanted - collected.pairs]
+            file.writelines(map(to_line, pairs))
+            file.flush()
             collected.pairs += len(pairs)
-            collected.games += 1
-            collected.void_games += record.end == "void"
             collected.left_out += left_out
-            keep(pairs, collected)
-            if collected.pairs == config.sft.pairs:
+            status = f"games {collected.games}  left out {collected.left_out.total()}"
+            progress.show_update(collected.pairs, wanted, status)
+            if collected.pairs == wanted:
                 is_enough.set()
 
     numbers = itertools.takewhile(lambda _: not (seats.spent or is_enough.is_set()), range(MAX_GAMES))

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, TokenIds, TrainItem
+from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, Observation, TokenIds, TrainItem
 
 MAX_LEVELS = 16
 """Deepest nesting of a field that may hold any JSON value."""
@@ -216,7 +216,7 @@ class MakeEnv(Request[EnvState]):
     env_id: str
     num_players: int
     seed: int
-    observation: str
+    observation: Observation
     reward_scale: float | None = None
     env_kwargs: dict[str, Any] = {}
     error_allowance: int = 0

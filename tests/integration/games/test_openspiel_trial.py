@@ -4,10 +4,10 @@ from statistics import fmean
 
 import pytest
 
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games.env_catalogue import TRIAL_GAMES, env_family, is_isolated, probe, trial
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.openspiel.game import OpenSpielGame
 
 KUHN = "openspiel:kuhn_poker"
@@ -16,7 +16,7 @@ KUHN = "openspiel:kuhn_poker"
 def test_openspiel_envs_work_where_envs_are_looked_at() -> None:
     spec = EvalEnvSpec(env_id=KUHN, num_players=2)
     assert env_family("openspiel:goofspiel(num_turns=-1)") == "openspiel:goofspiel(num_turns=-1)"
-    assert isinstance(start_environment(KUHN, 2, 0), OpenSpielGame)
+    assert isinstance(environment_of(EnvSpec(env_id=KUHN, num_players=2), 0), OpenSpielGame)
     assert probe(KUHN, 2).problem is None
     assert not is_isolated(EvalEnvSpec(env_id=KUHN, num_players=2))
     assert is_isolated(EvalEnvSpec(env_id=KUHN, num_players=2, isolated=True))

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -39,11 +40,10 @@ STOP_ID = 2
 @pytest.fixture(scope="module")
 def pairs(make_config: MakeConfig) -> list[Pair]:
     """Return turns of random players in TicTacToe."""
-    found: list[Pair] = []
-    config = make_config(sft={"pairs": 60, "filter": ()})
+    config, file = make_config(sft={"pairs": 60, "filter": ()}), io.BytesIO()
     player = ModelRef(uid="scripted:random", kind="fixed", name="scripted:random")
-    asyncio.run(collect_pairs(config, [player], PlayerFactory(no_engine), lambda of_game, _: found.extend(of_game)))
-    return found
+    asyncio.run(collect_pairs(config, [player], PlayerFactory(no_engine), file, QUIET))
+    return [msgspec.json.decode(line, type=Pair) for line in file.getvalue().splitlines()]
 
 
 async def no_engine(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:

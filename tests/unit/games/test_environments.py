@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from fakes.game_records import BASE, make_generation
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import EnvError
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games import env_catalogue
 from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, is_isolated, probe, trial
-from unstable_lite.games.env_start import environment_of, start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.environments import Environment, env_ids
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import Player, PolicyPlayer
@@ -284,7 +284,7 @@ class Says(Player):
 
 @pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "[4]")])
 def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id, valid):
-    env = start_environment(env_id, 2, 1, error_allowance=1)
+    env = environment_of(EnvSpec(env_id=env_id, num_players=2, error_allowance=1), 1)
     env.observe()
     turn = env.play("nonsense")
     assert turn is not None and (turn[0], env.was_invalid) == (0, True)
@@ -298,11 +298,11 @@ def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id, valid):
     rewards, remarks = env.close()
     assert rewards == {0: 1.0, 1: -1.0}
     assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
-    assert start_environment(env_id, 2, 1).play("nonsense") is None, "none by default"
+    assert environment_of(EnvSpec(env_id=env_id, num_players=2), 1).play("nonsense") is None, "none by default"
 
 
 def test_a_move_that_does_not_raise_the_count_of_errors_is_valid():
-    env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
+    env = environment_of(EnvSpec(env_id="Nim-v0-train", num_players=2, error_allowance=2), 1)
     env.play("nonsense")
     env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
     env.play("[0 1]")
@@ -369,7 +369,7 @@ def test_games_trials_and_probes_see_the_env_with_its_arguments():
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
     assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
     for observation in ("env", "first-last", "board"):
-        game = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
+        game = Environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
         assert "pile 1: 3" in game.observe()[1]
 
 

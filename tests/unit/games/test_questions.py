@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from fakes.game_records import BASE, make_generation
-from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.games import questions
 from unstable_lite.games.env_catalogue import describe_envs, env_family, probe, trial
-from unstable_lite.games.env_start import environment_of, start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.questions import is_right, read_questions
 from unstable_lite.games.templates import TEMPLATES, Template, known_templates
@@ -154,7 +154,7 @@ def test_settings_of_other_envs_are_refused(tmp_path):
     assert "leave them out" in str(probe(env_id, 1, "board").problem)
     assert "leave them out" in str(probe(env_id, 1, "env", (("a", 1),)).problem)
     with pytest.raises(ConfigError, match="one player"):
-        start_environment(env_id, 2, 0)
+        environment_of(EnvSpec(env_id=env_id, num_players=2), 0)
 
 
 def test_envs_lists_the_form_of_questions():
@@ -213,7 +213,7 @@ def whole(text: str) -> tuple[str, bool]:
 
 
 def test_missing_answer_is_asked_for_again_if_allowed(tmp_path):
-    game = start_environment(write(tmp_path, SUMS), 1, 5, error_allowance=1)
+    game = environment_of(EnvSpec(env_id=write(tmp_path, SUMS), num_players=1, error_allowance=1), 5)
     turn = game.play("")
     assert turn is not None and "Answer again" in turn[1] and game.was_invalid
     assert game.play("4") is None and not game.was_invalid

@@ -7,9 +7,9 @@ import pytest
 
 from fakes.game_records import make_spec
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.games import EnvSpec, OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.openspiel.game import load_game
 from unstable_lite.games.players.factory import BLIND, SCRIPTED_PLAYERS, PlayerFactory, is_remote, opponent_problem
 from unstable_lite.rollout.run_game import new_record, run_game
@@ -94,7 +94,7 @@ async def test_random_players_actions_are_independent_of_the_dealt_card(seat):
 
 def first_observation(env_id: str) -> str:
     num_players = load_game(env_id).num_players() if is_openspiel(env_id) else 2
-    return start_environment(env_id, num_players, 0).observe()[1]
+    return environment_of(EnvSpec(env_id=env_id, num_players=num_players), 0).observe()[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import math
 from collections import Counter
@@ -17,6 +18,7 @@ from fakes.openai_server import chat_reply, serving
 from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.config.training import SftConfig
+from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError, EnvError, OpponentError, RequestError
 from unstable_lite.files import to_line
 from unstable_lite.games.answers import extract_boxed, written_answer
@@ -168,12 +170,10 @@ def ref(name: str) -> ModelRef:
 
 
 async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
-    pairs: list[Pair] = []
-    players = [ref(name) for name in given.sft.players]
+    file, players = io.BytesIO(), [ref(name) for name in given.sft.players]
     async with PlayerFactory(generate, opponents=given.opponents) as seats:
-        collected = await while_alive(
-            [], collect_pairs(given, players, seats, lambda of_game, _: pairs.extend(of_game))
-        )
+        collected = await while_alive([], collect_pairs(given, players, seats, file, TerminalInterface(quiet=True)))
+    pairs = [msgspec.json.decode(line, type=Pair) for line in file.getvalue().splitlines()]
     assert collected.pairs == len(pairs)
     return pairs, collected
 

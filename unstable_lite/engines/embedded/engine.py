@@ -79,7 +79,6 @@ class TransformersEngine(EngineShell):
         self._device = torch.device(spec.device)
         torch.set_num_threads(spec.threads)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every length; no effect on the CPU
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         model = stock_model.load(

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import fmean
 
+from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.env_start import LocalEnvironment, start_environment
+from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer, legal_actions
 from unstable_lite.rng import derive_seed
 
@@ -166,7 +167,7 @@ class _Games:
     def _reached(self, position: str | None = None, action: str = "") -> _Seen | float:
         """Return the turn, or the points, after an action in a position; without one the first turn."""
         path = () if position is None else (*self._path[position], action)
-        environment = start_environment(self._env_id, 2, 0, "board")
+        environment = environment_of(EnvSpec(env_id=self._env_id, num_players=2, observation="board"), 0)
         seen = environment.observe()
         for chosen in path:
             if environment.step(chosen):
@@ -176,7 +177,8 @@ class _Games:
         return seen
 
     def _play(self, game: int, choose: Callable[[Sequence[str]], str]) -> float:
-        environment = start_environment(self._env_id, 2, derive_seed(game, "blind player's env") % 2**31)
+        seed = derive_seed(game, "blind player's env") % 2**31
+        environment = environment_of(EnvSpec(env_id=self._env_id, num_players=2), seed)
         other, is_over = self._opponent(self._env_id, game), False
         while not is_over:
             pid, observation = environment.observe()
