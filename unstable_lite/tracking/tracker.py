@@ -26,7 +26,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation, Tally
-from unstable_lite.tracking.records import Batch, LeagueLog, TrainDataFiles, record_to_json, transcript
+from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
 from unstable_lite.tracking.windows import (
     WINDOW,
     Collected,
@@ -36,7 +36,7 @@ from unstable_lite.tracking.windows import (
     evaluated,
     judged_by_alarms,
 )
-from unstable_lite.types import GameRecord, GameSpec, Histogram, Logprobs
+from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -33,8 +32,6 @@ from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_si
 
 HERE = Path(__file__).parent
 MAX_GAMES = 2000
-CAP = "importance_weight_cap"
-"""Key of the learner's config with the largest weight of a token."""
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_label")
@@ -42,8 +39,7 @@ INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_
 MAX_IN_MATRIX = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     path: Path
     size_bytes: int
     games: int
@@ -118,7 +114,9 @@ def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any
     ladders = {title: lines for title, lines in titles.items() if lines}
     return {
         "groups": [group.label for group in groups],
-        "runs": [{"label": run.label, "cap": run.config.get("learner", {}).get(CAP)} for run in runs],
+        "runs": [
+            {"label": run.label, "cap": run.config.get("learner", {}).get("importance_weight_cap")} for run in runs
+        ],
         "sections": sections(runs, curves),
         "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
         "curves": curves | ladders,
