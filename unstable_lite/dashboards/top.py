@@ -26,7 +26,7 @@ from rich.text import Text
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.terminal import next_commands, upcoming
-from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, sparkline
+from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, shortened, sparkline
 from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
@@ -165,7 +165,7 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
         name = row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent
         numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text)
         styles = ("", f"{style} bold", "", style)
-        table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
+        table.append([Text.assemble((mark, style), shortened(name)), *map(Text, numbers, styles)])
     env_ids = [row.env_id for row in rows]
     num_envs = len(set(env_ids)) if len(set(env_ids)) > 1 else 0
     has_second = 1 + num_envs + 2 * len(rows) <= room

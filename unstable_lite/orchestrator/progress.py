@@ -265,7 +265,6 @@ async def shown_live(parts: RunParts) -> AsyncIterator[None]:
 
 
 def _picture(parts: RunParts) -> dict[str, Any]:
-    config, tracker, in_flight = parts.plan.config, parts.tracker, parts.collector.games_in_flight
     stats = {engine.channel.name: asdict(engine.stats) for engine in parts.workers.engines.engines}
     workers = [
         {
@@ -282,13 +281,8 @@ def _picture(parts: RunParts) -> dict[str, Any]:
     return {
         "time": time.time(),
         "pid": os.getpid(),
-        "learning_steps": config.run.learning_steps,
-        **dataclasses.asdict(tracker.totals),
-        "train_games_in_flight": in_flight["train"],
-        "eval_games_in_flight": in_flight["eval"],
-        "buffer": parts.buffer.size(),
-        "buffer_size": config.buffer_size,
-        "batch_size": config.learner.batch_size,
+        "learning_steps": parts.plan.config.run.learning_steps,
+        **dataclasses.asdict(parts.tracker.totals),
         "workers": workers,
     }
 
