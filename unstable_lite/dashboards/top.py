@@ -30,9 +30,8 @@ from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, shortene
 from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
+from unstable_lite.tracking.run_directory import LIVE_EVERY_S
 
-REDRAW_S = 2.0
-"""Time between two frames, which is that between two states that a run writes to live.json."""
 LEAST_WIDTH, LEAST_HEIGHT = 60, 20
 WIDE = 80
 """Width from which names make room for sparklines of results."""
@@ -71,7 +70,7 @@ def watch(view: RunDirectory, console: Console) -> None:
                 live.update(small, refresh=True)
             else:
                 live.update(draw(view, width, height, load), refresh=True)
-            if is_quit_within(REDRAW_S):
+            if is_quit_within(LIVE_EVERY_S):
                 return
 
 

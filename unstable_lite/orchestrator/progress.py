@@ -24,12 +24,11 @@ from unstable_lite.rollout.rejection import MOST_JUDGED
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, row_label
-from unstable_lite.tracking.run_directory import LIVE
+from unstable_lite.tracking.run_directory import LIVE, LIVE_EVERY_S
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Batch
 
-LIVE_EVERY_S = 2.0
 MOST_SHOWN = 4
 """Most results below the progress."""
 

@@ -264,7 +264,6 @@ class Browser {
     this.form = $("filters");
     this.fillSelects();
     this.form.addEventListener("input", () => this.filter());
-    this.form.addEventListener("submit", (event) => event.preventDefault());
     $("list").addEventListener("scroll", () => this.grow());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("hashchange", () => this.follow());
