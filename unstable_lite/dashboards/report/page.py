@@ -88,13 +88,11 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
         groups=groups,
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         tab=_tab(runs, rows),
-        states=[_state(run) for run in runs],
         results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming="; ".join(upcoming(run) for run in runs if len(runs) == 1 and run.is_up),
         steps=next_commands(runs[0].directory, runs[0].rows, runs[0].num_updates >= runs[0].learning_steps),
         evaluations=side_by_side([run.rows for run in runs]),
-        matrices=[(run, _matrix(run.league())) for run in runs],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
@@ -112,11 +110,10 @@ def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any
     runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
     titles = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
     ladders = {title: lines for title, lines in titles.items() if lines}
+    caps = [run.config.get("learner", {}).get("importance_weight_cap") for run in runs]
     return {
         "groups": [group.label for group in groups],
-        "runs": [
-            {"label": run.label, "cap": run.config.get("learner", {}).get("importance_weight_cap")} for run in runs
-        ],
+        "runs": [{"label": run.label, "cap": cap} for run, cap in zip(runs, caps, strict=True)],
         "sections": sections(runs, curves),
         "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
         "curves": curves | ladders,
@@ -129,15 +126,9 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
-    environment.filters |= {
-        "about": about,
-        "strongest": find_strongest,
-        "duration": duration,
-        "spikes": spike_texts,
-        "with_games": with_games,
-    }
-    environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
+    functions = name_of, percent, about, find_strongest, duration, spike_texts, with_games, state_of, matrix_of
+    environment.filters |= {function.__name__: function for function in functions}
+    environment.filters |= {"count": "{:,}".format, "sentence": lambda text: text and f"{text[0].upper()}{text[1:]}."}
     return environment.get_template("page.html.jinja")
 
 
@@ -180,7 +171,7 @@ def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
     return ", ".join([f"{name}: {' and '.join(dict.fromkeys(run.state for run in runs))}", *results[: len(runs) == 1]])
 
 
-def _state(run: RunData) -> str:
+def state_of(run: RunData) -> str:
     """Return the state, the update, and when the run wrote last."""
     text = f"{run.state}{',' if run.is_up else ' at'} update {run.num_updates} of {run.learning_steps}"
     if (written := run.live.get("time")) is None:
@@ -189,7 +180,7 @@ def _state(run: RunData) -> str:
     return f"{text}, written {when:{'%H:%M' if when.date() == now.date() else '%Y-%m-%d %H:%M'}}"
 
 
-def _matrix(league: League) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
+def matrix_of(league: League) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
     """Return the names of the columns, and rows with the results of the row's model against the columns'.
 
     There are at most `MAX_IN_MATRIX` models, those that matter by age. Columns are the models that met several others,
