@@ -19,7 +19,7 @@ SPIKE = "!"
 
 
 def shortened(label: str, width: int = MOST_LABEL) -> str:
-    """Return the label without its middle if it is wider: its ends tell env and opponent."""
+    """Return the label without its middle if it is wider: its ends name env and opponent."""
     if cell_len(label) <= width:
         return label
     ends = set_cell_size(label, (width - 1) // 2), set_cell_size(label[::-1], width // 2)[::-1]

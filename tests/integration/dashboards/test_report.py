@@ -351,9 +351,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
         "✓ better than before",
     ]
     expect(while_training).to_contain_text("random, while training")
-    expect(page.locator(".alarms li")).to_have_text(
-        "⚠ Alarm, update 3: mismatch: 0.3.It usually means: M. Try: T. Its metric: docs/curves.md#alarm-mismatch"
-    )
+    expect(page.locator(".alarms li")).to_have_text(re.compile("^⚠ Alarm, update 3: mismatch: 0.3.*#alarm-mismatch$"))
     assert page.title() == "12-00-00-mine: killed, 90.0 % against scripted:random"
     expect(page.locator("#setup")).to_contain_text("abc123")
     expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")

@@ -176,10 +176,8 @@ def write_into(directory: Path, file: Path, content: bytes) -> None:
     (directory / file).write_bytes(content)
     checkpoint = (directory / file).parent
     if checkpoint.parent.name == "checkpoints" and file.name != MANIFEST:
-        names = json.loads((checkpoint / MANIFEST).read_text())
-        manifest = {
-            name: {"bytes": (checkpoint / name).stat().st_size, "sha256": sha256(checkpoint / name)} for name in names
-        }
+        paths = {name: checkpoint / name for name in json.loads((checkpoint / MANIFEST).read_text())}
+        manifest = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in paths.items()}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
