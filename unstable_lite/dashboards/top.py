@@ -264,14 +264,10 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     steps = next_commands(view.directory, (), is_over)
     for label in filter(steps.__contains__, ("best checkpoint", "report", "to continue")):
         words, path = steps[label]
-        row = Text(f"{label:<15}  {words} {path}")
-        if row.cell_len > width:
-            row, below = Text(label), Text(f"{words} {path}")
-            if label == "best checkpoint":
-                row, below = Text(f"{label:<15}  {words}"), Text(path)
-            lines += [row, *below.divide(range(width, len(below), width))]
-        else:
-            lines.append(row)
+        row, head, below = Text(f"{label:<15}  {words} {path}"), Text(label), Text(f"{words} {path}")
+        if label == "best checkpoint":
+            head, below = Text(f"{label:<15}  {words}"), Text(path)
+        lines += [row] if row.cell_len <= width else [head, *below.divide(range(width, len(below), width))]
     return lines
 
 

@@ -194,11 +194,10 @@ class Tracker:
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
         """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`."""
-        for key in [key for key in self._tallies if key[0] not in still_playing]:
-            model, env_id, opponent = key
+        for model, env_id, opponent in [key for key in self._tallies if key[0] not in still_playing]:
             iteration = self.registry.get(model).iteration if self.registry is not None else None
-            evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
-            self._write_evaluation(evaluation)
+            tally = self._tallies.pop((model, env_id, opponent))
+            self._write_evaluation(tally.evaluation("concurrent", model, iteration or 0, env_id, opponent))
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Write the batch that update number `update` trained on; `version` is that of the policy before it.
