@@ -70,8 +70,6 @@ def _live_values(live: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         "time": time.time(),
         "pid": os.getpid(),
         "games": made["run/games"],
-        "train_games_in_flight": int(made["run/games_in_flight"]),
-        "buffer": int(made["buffer/size"]),
         "workers": workers,
         "has_ended": False,
     }

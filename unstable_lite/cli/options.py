@@ -30,7 +30,6 @@ SetKeys = Annotated[
 ModelsOfRun = Annotated[
     list[str] | None, typer.Argument(help="'base', run or adapter directories; default: base and RUN.")
 ]
-EXIT_INTERRUPTED = 130
 Outputs = Annotated[Path, typer.Option("--outputs", help="Parent of the run directories.")]
 
 
@@ -45,7 +44,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             print("error: interrupted", file=sys.stderr)  # noqa: T201
         if not isinstance(error, UnstableError | OSError):
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise typer.Exit(130) from None
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {visible(problem)}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from None

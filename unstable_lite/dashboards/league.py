@@ -38,6 +38,15 @@ class Standing(NamedTuple):
     is_active: bool = False
     is_current: bool = False
 
+    @property
+    def low(self) -> float:
+        """μ − 2σ, by which models are compared: only games can raise it."""
+        return self.mu - 2 * self.sigma
+
+    @property
+    def high(self) -> float:
+        return self.mu + 2 * self.sigma
+
 
 class Result(NamedTuple):
     """Games of one model against another one."""
@@ -104,7 +113,7 @@ class League:
     def ladder(self) -> list[Standing]:
         """Models with games against others and the current policy, by μ − 2σ; the rest only inherited their ratings."""
         met = [standing for standing in self._standings.values() if self.games[standing.uid] or standing.is_current]
-        return sorted(met, key=lambda standing: 2 * standing.sigma - standing.mu)
+        return sorted(met, key=lambda standing: -standing.low)
 
 
 def name_of(uid: str) -> str:
@@ -130,7 +139,7 @@ def find_strongest(standings: Iterable[Standing], games: Counter[str]) -> str | 
     A fresh checkpoint inherits its predecessor's μ, but has a large σ until it has played.
     """
     own = [standing for standing in standings if not _is_fixed(standing.uid) and games[standing.uid]]
-    return max(own, key=lambda standing: standing.mu - 2 * standing.sigma).uid if own else None
+    return max(own, key=lambda standing: standing.low).uid if own else None
 
 
 def choose(standings: Sequence[Standing], games: Counter[str], room: int) -> list[Standing]:

@@ -7,13 +7,23 @@ import re
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 WORD = re.compile(r" *\S+ *")
 BARS = "▁▂▃▄▅▆▇█"
+MOST_LABEL = 30
+"""Most columns of a label, so that the columns beside it stay aligned; a report has the whole one."""
 SPIKE = "!"
 """Mark of a sparkline's cell that contains a spike."""
+
+
+def shortened(label: str, width: int = MOST_LABEL) -> str:
+    """Return the label without its middle if it is wider: its ends name env and opponent."""
+    if cell_len(label) <= width:
+        return label
+    ends = set_cell_size(label, (width - 1) // 2), set_cell_size(label[::-1], width // 2)[::-1]
+    return "…".join(map(str.strip, ends))
 
 
 def aligned(table: Sequence[Sequence[Text]], justify: str, width: int | None = None, gap: int = 2) -> list[Text]:
@@ -28,7 +38,7 @@ def aligned(table: Sequence[Sequence[Text]], justify: str, width: int | None = N
     for row in table:
         cells = [cell.copy() for cell in row]
         for cell, side, wide in zip(cells, justify, widths, strict=True):
-            cell.truncate(wide, overflow="ellipsis")
+            cell.plain = shortened(cell.plain, wide)
             cell.align("right" if side == "r" else "left", wide)
         lines.append(Text(" " * gap).join(cells))
     return lines

@@ -26,13 +26,12 @@ from rich.text import Text
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.terminal import next_commands, upcoming
-from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, sparkline
+from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, shortened, sparkline
 from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
+from unstable_lite.tracking.run_directory import LIVE_EVERY_S
 
-REDRAW_S = 2.0
-"""Time between two frames, which is that between two states that a run writes to live.json."""
 LEAST_WIDTH, LEAST_HEIGHT = 60, 20
 WIDE = 80
 """Width from which names make room for sparklines of results."""
@@ -71,7 +70,7 @@ def watch(view: RunDirectory, console: Console) -> None:
                 live.update(small, refresh=True)
             else:
                 live.update(draw(view, width, height, load), refresh=True)
-            if is_quit_within(REDRAW_S):
+            if is_quit_within(LIVE_EVERY_S):
                 return
 
 
@@ -165,7 +164,7 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
         name = row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent
         numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text)
         styles = ("", f"{style} bold", "", style)
-        table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
+        table.append([Text.assemble((mark, style), shortened(name)), *map(Text, numbers, styles)])
     env_ids = [row.env_id for row in rows]
     num_envs = len(set(env_ids)) if len(set(env_ids)) > 1 else 0
     has_second = 1 + num_envs + 2 * len(rows) <= room
@@ -265,14 +264,10 @@ def _next_steps(view: RunDirectory, width: int) -> list[Text]:
     steps = next_commands(view.directory, (), is_over)
     for label in filter(steps.__contains__, ("best checkpoint", "report", "to continue")):
         words, path = steps[label]
-        row = Text(f"{label:<15}  {words} {path}")
-        if row.cell_len > width:
-            row, below = Text(label), Text(f"{words} {path}")
-            if label == "best checkpoint":
-                row, below = Text(f"{label:<15}  {words}"), Text(path)
-            lines += [row, *below.divide(range(width, len(below), width))]
-        else:
-            lines.append(row)
+        row, head, below = Text(f"{label:<15}  {words} {path}"), Text(label), Text(f"{words} {path}")
+        if label == "best checkpoint":
+            head, below = Text(f"{label:<15}  {words}"), Text(path)
+        lines += [row] if row.cell_len <= width else [head, *below.divide(range(width, len(below), width))]
     return lines
 
 

@@ -39,7 +39,6 @@ from unstable_lite.tracking.run_directory import (
     replace_config,
     rewind,
     sha256,
-    size,
 )
 from unstable_lite.transport.codec import decode_values, encode
 from unstable_lite.transport.messages import check_lengths, check_plain
@@ -125,7 +124,7 @@ def _finish(partial: Path, final: Path, contents: Mapping[str, bytes]) -> None:
     for name, content in contents.items():
         (partial / name).write_bytes(content)
     names = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-    manifest = {name: {"bytes": size(partial / name), "sha256": sha256(partial / name)} for name in names}
+    manifest = {name: {"bytes": (partial / name).stat().st_size, "sha256": sha256(partial / name)} for name in names}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
     for file in [*partial.rglob("*"), partial]:
         sync(file)

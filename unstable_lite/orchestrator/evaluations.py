@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.cells import cell_len, set_cell_size
 
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.config.training import RunConfig
+from unstable_lite.dashboards.text_rows import shortened
 from unstable_lite.errors import RequestError
 from unstable_lite.files import read_records
 from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 
 ExactGame = tuple[EnvSpec, GameTree, Sequence[tuple[str, tuple[str, ...]]], tuple[str, ...]]
 """Env, game, questions and stop strings of an exact evaluation; no questions if answers are sampled."""
-MOST_ROOM = 30
-"""Greatest width up to which labels of opponents are aligned."""
 
 
 class Evaluations:
@@ -104,14 +104,15 @@ class Evaluations:
         # Without a result it is not among the rows if others have one.
         rows = [row for row in parts.results() if evaluation is row.newest]
         (row,) = rows or result_rows([evaluation], config.eval_cells)
-        room = max(len(row_label(*cell, config.eval_cells)) for cell in config.eval_cells)
+        labels = [shortened(row_label(*cell, config.eval_cells)) for cell in config.eval_cells]
+        room = max(map(cell_len, ["opponent", *labels]))
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
-        form = f"{{:<{of_when}}}  {{:<{min(room, MOST_ROOM)}}}  {{:<{of_value}}}  {{}}"
+        form = f"{{:<{of_when}}}  {{}}  {{:<{of_value}}}  {{}}"
         if (value := row.newest.value_name) not in self._headers:
             self._headers.add(value)
-            say(form.format("when", "opponent", f"{value} (95 %)", "change"))
+            say(form.format("when", "opponent".ljust(room), f"{value} (95 %)", "change"))
         result = f"{evaluation.value_text} ({evaluation.interval_text})" if evaluation.n else "no result"
-        say(form.format(when, row.label, result, row.change_text))
+        say(form.format(when, set_cell_size(shortened(row.label), room), result, row.change_text))
         for remark in (*evaluation.remarks, *filter(None, [evaluation.utility_text])):
             say(f"{when}  {row.label}: {remark}")
 

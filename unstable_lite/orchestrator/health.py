@@ -115,7 +115,7 @@ class TrainingHealth:
 
     async def measure(self, batch: Batch) -> dict[str, float]:
         """Return the repetition metrics of a batch; in a thread, because it may have millions of tokens."""
-        metrics = await asyncio.to_thread(repetition, list(steps_of(batch)))
+        metrics = await asyncio.to_thread(repetition, steps_of(batch))
         return {f"batch/{name}": value for name, value in metrics.items()}
 
     def check_update(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -24,12 +24,11 @@ from unstable_lite.rollout.rejection import MOST_JUDGED
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, row_label
-from unstable_lite.tracking.run_directory import LIVE
+from unstable_lite.tracking.run_directory import LIVE, LIVE_EVERY_S
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Batch
 
-LIVE_EVERY_S = 2.0
 MOST_SHOWN = 4
 """Most results below the progress."""
 
@@ -265,7 +264,6 @@ async def shown_live(parts: RunParts) -> AsyncIterator[None]:
 
 
 def _picture(parts: RunParts) -> dict[str, Any]:
-    config, tracker, in_flight = parts.plan.config, parts.tracker, parts.collector.games_in_flight
     stats = {engine.channel.name: asdict(engine.stats) for engine in parts.workers.engines.engines}
     workers = [
         {
@@ -282,13 +280,8 @@ def _picture(parts: RunParts) -> dict[str, Any]:
     return {
         "time": time.time(),
         "pid": os.getpid(),
-        "learning_steps": config.run.learning_steps,
-        **dataclasses.asdict(tracker.totals),
-        "train_games_in_flight": in_flight["train"],
-        "eval_games_in_flight": in_flight["eval"],
-        "buffer": parts.buffer.size(),
-        "buffer_size": config.buffer_size,
-        "batch_size": config.learner.batch_size,
+        "learning_steps": parts.plan.config.run.learning_steps,
+        **dataclasses.asdict(parts.tracker.totals),
         "workers": workers,
     }
 

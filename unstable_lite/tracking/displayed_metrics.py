@@ -28,7 +28,7 @@ class Metric(NamedTuple):
     name: str
     form: str = ".3g"
     topic: str = ""
-    """Group of charts of the report and of TensorBoard: one of `TOPICS`, or none."""
+    """Group of charts of the report and of TensorBoard: one of `TOPICS`."""
     meaning: str = ""
     n: str | None = None
     """Metric with the sample size, if that may be 0."""

@@ -77,19 +77,17 @@ class Evaluation:
     @property
     def win_rate(self) -> float:
         """Share of wins; NaN before the first game and in single-player envs."""
-        decided = self.wins + self.draws + self.losses
-        return self.wins / decided if decided else math.nan
+        return self.wins / self.n if self.is_share else math.nan
 
     @property
     def points(self) -> float:
         """Mean of 1 for a win, 1/2 for a draw and 0 for a loss; NaN if `win_rate` is."""
-        decided = self.wins + self.draws + self.losses
-        return (self.wins + self.draws / 2) / decided if decided else math.nan
+        return (self.wins + self.draws / 2) / self.n if self.is_share else math.nan
 
     @property
     def is_share(self) -> bool:
         """Whether the result is a share of the points; else it is a mean reward."""
-        return math.isfinite(self.points)
+        return self.wins + self.draws + self.losses > 0
 
     @property
     def value(self) -> float:
@@ -153,7 +151,7 @@ class Evaluation:
         if num_early > EARLY_SHARE * total:
             why = ", ".join(f"{count} {reason}" for reason, count in early.items()) or f"{self.void} void"
             text = f"{why} of {total} games"
-            if math.isfinite(self.points):
+            if self.is_share:
                 points = self.points * self.n - self.full_points
                 lost, won = points / total, (points + num_early) / total
                 text += f": {percent(lost)} of the points had all of these been lost, {percent(won)} had they been won"
@@ -177,7 +175,7 @@ class Evaluation:
 
     def change_since(self, before: Evaluation) -> Gain | None:
         """Return the change since an earlier evaluation of the same env and opponent; None without common seeds."""
-        return paired_difference(before.scores, self.scores, 1.0 if math.isfinite(self.points) else math.inf)
+        return paired_difference(before.scores, self.scores, 1.0 if self.is_share else math.inf)
 
     def to_json(self) -> dict[str, Any]:
         """Return a line of eval.jsonl, in which NaN becomes null."""
@@ -197,7 +195,7 @@ class Evaluation:
         if self.n:
             metrics["Invalid Rate"] = self.invalid / self.n
         shares = []
-        if math.isfinite(self.win_rate):
+        if self.is_share:
             won = wilson_interval(self.wins, self.n) if self.draws else self.interval  # points are then wins
             shares += [("Points", self.points, self.interval), ("Win Rate", self.win_rate, won)]
         if self.choices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from unstable_lite.files import AppendFile, to_line, write_whole
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.types import GameRecord, Logprobs, Step, Turn
+from unstable_lite.types import Batch, GameRecord, Logprobs, Step, Turn
 
 
 class JsonlSink:
@@ -89,9 +89,6 @@ def _sampled(turn: Turn) -> dict[str, Any] | None:
 
 log = logging.getLogger(__name__)
 
-Batch = Sequence[Step] | Sequence[Sequence[Step]]
-"""Steps, or whole episodes of steps."""
-
 
 class TrainDataFiles:
     """Files of training data; `step-000001.jsonl.gz` has the batch of the first update."""
@@ -119,7 +116,7 @@ class TrainDataFiles:
 
     def _write(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs | None]) -> None:
         path = self._directory / f"step-{update:06d}.jsonl.gz"
-        steps = list(steps_of(batch))
+        steps = steps_of(batch)
         of_steps = logprobs or [None] * len(steps)
         write_whole(path, [step_to_json(step, version, one) for step, one in zip(steps, of_steps, strict=True)])
 
@@ -130,12 +127,8 @@ def train_files(directory: Path) -> dict[int, Path]:
     return {int(path.name.removeprefix("step-").removesuffix(".jsonl.gz")): path for path in paths}
 
 
-def steps_of(batch: Batch) -> Iterator[Step]:
-    for entry in batch:
-        if isinstance(entry, Step):
-            yield entry
-        else:
-            yield from entry
+def steps_of(batch: Batch) -> list[Step]:
+    return [step for entry in batch for step in (entry if isinstance(entry, list) else [entry])]
 
 
 def step_to_json(step: Step, version: int, logprobs: Logprobs | None = None) -> dict[str, Any]:

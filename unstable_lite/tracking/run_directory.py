@@ -39,7 +39,8 @@ RUNS = f"*/*/{CONFIG}"
 """Configs of the runs in an output directory."""
 VERSIONS, QUESTIONS = "versions.json", "questions"
 """File in the run directory, and the key in it for the SHA-256 of each file of questions."""
-LIVE = "live.json"
+LIVE, LIVE_EVERY_S = "live.json", 2.0
+"""File in the run directory with the state of a run in progress, and the time between two states."""
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
 
@@ -132,8 +133,8 @@ def find_damage(directory: Path) -> str | None:
                 return f"its {MANIFEST} does not name {name} among its own files"
             if path.exists() and not path.is_file():
                 return f"{name} is not a file"
-            if size(path) != manifest[name]["bytes"]:
-                return f"{name} has {size(path)} bytes instead of {manifest[name]['bytes']}"
+            if (size := path.stat().st_size) != manifest[name]["bytes"]:
+                return f"{name} has {size} bytes instead of {manifest[name]['bytes']}"
             if sha256(path) != manifest[name]["sha256"]:
                 return f"{name} has other contents than were written"
     except FileNotFoundError as error:
@@ -141,10 +142,6 @@ def find_damage(directory: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # or a loop of links
         return f"its {MANIFEST} cannot be read: {error}"
     return None
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def sha256(path: Path) -> str:

@@ -26,7 +26,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.displayed_metrics import Totals
 from unstable_lite.tracking.evaluations import Evaluation, Tally
-from unstable_lite.tracking.records import Batch, LeagueLog, TrainDataFiles, record_to_json, transcript
+from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
 from unstable_lite.tracking.windows import (
     WINDOW,
     Collected,
@@ -36,7 +36,7 @@ from unstable_lite.tracking.windows import (
     evaluated,
     judged_by_alarms,
 )
-from unstable_lite.types import GameRecord, GameSpec, Histogram, Logprobs
+from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs
 
 log = logging.getLogger(__name__)
 
@@ -194,11 +194,10 @@ class Tracker:
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
         """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`."""
-        for key in [key for key in self._tallies if key[0] not in still_playing]:
-            model, env_id, opponent = key
+        for model, env_id, opponent in [key for key in self._tallies if key[0] not in still_playing]:
             iteration = self.registry.get(model).iteration if self.registry is not None else None
-            evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
-            self._write_evaluation(evaluation)
+            tally = self._tallies.pop((model, env_id, opponent))
+            self._write_evaluation(tally.evaluation("concurrent", model, iteration or 0, env_id, opponent))
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Write the batch that update number `update` trained on; `version` is that of the policy before it.

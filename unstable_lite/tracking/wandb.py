@@ -59,10 +59,9 @@ class WandbSink:
                 f'{another}tracker.wandb_project="" leaves W&B out'
             ) from error
         run = self._run
+        identity = Identity(entity=run.entity or None, project=run.project, id=run.id)
         with replaced(path) as partial:
-            partial.write_bytes(
-                msgspec.json.encode(Identity(entity=run.entity or None, project=run.project, id=run.id))
-            )
+            partial.write_bytes(msgspec.json.encode(identity))
         # An axis besides W&B's own step, which never goes back: updates that a resumed run repeats would be dropped.
         run.define_metric("*", step_metric="learner/step")
 
@@ -76,13 +75,8 @@ class WandbSink:
         self._log(step, {one.name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for one in histograms})
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._log(
-            step,
-            {
-                with_slugs(name): wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-                for name, text in texts.items()
-            },
-        )
+        pages = {with_slugs(name): f"<pre>{html.escape(text)}</pre>" for name, text in texts.items()}
+        self._log(step, {name: wandb.Html(page, inject=False) for name, page in pages.items()})
 
     def close(self) -> None:
         """Finish the W&B run; as a failed one while an exception ends the run."""

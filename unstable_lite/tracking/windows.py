@@ -205,7 +205,7 @@ class Diversity:
         states, actions = Counter(chain.from_iterable(all_states)), Counter(chain.from_iterable(all_actions))
         of_turn = Counter(chain.from_iterable(map(range, map(len, all_actions))))
         at_turn: Counter[Hashable] = Counter(chain.from_iterable(map(enumerate, all_actions)))
-        own_entropy = sum(map(_own_entropy, all_actions))
+        own_entropy = sum(entropy(Counter(actions).values(), len(actions)) for actions in all_actions)
         metrics: dict[str, float] = {}
         for n in GRAMS:
             shifted = ((actions[start:] for start in range(n)) for actions in all_actions)
@@ -231,14 +231,6 @@ def digests(texts: Iterable[str]) -> tuple[int, ...]:
     Two texts of equal length and checksum count as one; this happens in about one of thirty full windows.
     """
     return tuple(len(text) << 32 | zlib.crc32(text.encode("utf-8", "surrogatepass")) for text in texts)
-
-
-def _own_entropy(actions: tuple[int, ...]) -> float:
-    """Return the entropy of one trajectory's actions; if all differ, which is common, one logarithm suffices."""
-    n, distinct = len(actions), set(actions)
-    if len(distinct) == n:
-        return math.log(n) if n else 0.0
-    return entropy(map(actions.count, distinct), n)
 
 
 def entropy(counts: Iterable[int], total: int) -> float:

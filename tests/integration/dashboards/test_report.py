@@ -243,7 +243,7 @@ def text_of(*runs: Path) -> str:
 @pytest.fixture(scope="module")
 def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("one") / "12-00-00-mine"
-    return report_of(write_run(place, alarms=("engine and learner disagree by 0.3",)))
+    return report_of(write_run(place, alarms=("mismatch: 0.3. It usually means: M. Try: T",)))
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_summary_shows_what_training_did_and_the_alarms(page: Page) -> None:
         "✓ better than before",
     ]
     expect(while_training).to_contain_text("random, while training")
-    expect(page.locator(".alarms li")).to_have_text("⚠ Alarm, update 3: engine and learner disagree by 0.3")
+    expect(page.locator(".alarms li")).to_have_text(re.compile("^⚠ Alarm, update 3: mismatch: 0.3.*#alarm-mismatch$"))
     assert page.title() == "12-00-00-mine: killed, 90.0 % against scripted:random"
     expect(page.locator("#setup")).to_contain_text("abc123")
     expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")

@@ -35,7 +35,7 @@ from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.planning.trust import run_config
 from unstable_lite.rollout.collector import Collector
-from unstable_lite.tracking.run_directory import MANIFEST, sha256, size, to_toml
+from unstable_lite.tracking.run_directory import MANIFEST, sha256, to_toml
 from unstable_lite.tracking.tracker import Tracker
 
 EVIL = "evil:Player"
@@ -176,8 +176,8 @@ def write_into(directory: Path, file: Path, content: bytes) -> None:
     (directory / file).write_bytes(content)
     checkpoint = (directory / file).parent
     if checkpoint.parent.name == "checkpoints" and file.name != MANIFEST:
-        names = json.loads((checkpoint / MANIFEST).read_text())
-        manifest = {name: {"bytes": size(checkpoint / name), "sha256": sha256(checkpoint / name)} for name in names}
+        paths = {name: checkpoint / name for name in json.loads((checkpoint / MANIFEST).read_text())}
+        manifest = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in paths.items()}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 

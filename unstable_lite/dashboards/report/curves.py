@@ -53,10 +53,9 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
     charts: dict[str, list[dict[str, Any]]] = {topic: [] for topic in TOPICS}
     charts["play"] = [chart for chart in evaluation_charts(runs) if chart["name"] in curves]
     for env_id, metric in known:
-        if metric.topic:
-            title = metric.title or metric.label[:1].upper() + metric.label[1:]
-            title += f", {env_id}" * bool(has_envs and env_id)
-            charts[metric.topic].append({"name": metric.name, "title": title, "explain": metric.meaning})
+        title = metric.title or metric.label[:1].upper() + metric.label[1:]
+        title += f", {env_id}" * bool(has_envs and env_id)
+        charts[metric.topic].append({"name": metric.name, "title": title, "explain": metric.meaning})
     titled = {TOPICS[topic]: of_topic for topic, of_topic in charts.items()}
     titled[f"Every recorded curve ({len(curves)})"] = [{"name": name, "title": name} for name in sorted(curves)]
     return [{"title": title, "charts": shown} for title, shown in titled.items()]

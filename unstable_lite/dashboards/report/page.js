@@ -25,13 +25,10 @@ async function unpacked(name) {
 
 /** A role's colour as the browser resolves it now: plotly knows no CSS variables. */
 function colour(role, alpha = 1) {
-  const probe = el("span", { vars: { color: `color-mix(in srgb, var(--${role}) ${100 * alpha}%, transparent)` } });
+  const probe = el("span", { vars: { color: `var(--${role})` } });
   document.body.append(probe);
-  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  context.fillStyle = getComputedStyle(probe).color;
-  context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = getComputedStyle(probe).color.match(/\d+/g);
   probe.remove();
-  const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
   return `rgba(${r},${g},${b},${alpha})`;
 }
 
@@ -60,7 +57,7 @@ class Curves {
   }
 
   get byGroup() {
-    return Boolean($("overlay")) && $("overlay").value === "mean";
+    return $("overlay")?.value === "mean";
   }
 
   /** Lines of one chart, each with a label and the number of its colour and mark; faint ones stand behind. */
@@ -73,25 +70,21 @@ class Curves {
 
   /** chart: name of its curve, title, explain, reference, and whether it is wide, with a legend of its own. */
   add(parent, chart) {
-    const plot = el("div", { class: "plot", role: "img" });
-    const latest = el("span", { class: "latest" });
+    const last = this.lines(chart).filter((line) => !line.faint), newest = last.length === 1 && last[0].points.at(-1);
+    const told = last.map(({ label, points }) => points.length && `${label}: from ${points[0].text} to ${points.at(-1).text}`);
+    const plot = el("div", { class: "plot", role: "img", "aria-label": `${chart.title}. ${told.filter(Boolean).join("; ")}` });
     const values = el("div", { class: "values", tabindex: "0" });
     const details = el("details", { ontoggle: () => details.open && this.tabulate(card, values) }, el("summary", {}, "Values", chart.name !== chart.title && el("code", { class: "tag-name" }, chart.name)), values);
-    const figure = el("figure", { class: chart.wide ? "chart wide" : "chart" },
-      el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details);
+    const latest = el("span", { class: "latest" }, newest && emphasised(newest.text));
+    parent.append(el("figure", { class: chart.wide ? "chart wide" : "chart" },
+      el("figcaption", {}, el("span", {}, chart.title), latest, chart.explain && el("span", { class: "explain" }, chart.explain)), plot, details));
     const card = { ...chart, plot, share: this.data.metrics[chart.name] };
-    figure.card = card;
-    this.cards.push(figure);
-    parent.append(figure);
-    const last = this.lines(card).filter((line) => !line.faint);
-    if (last.length === 1 && last[0].points.length) latest.append(...emphasised(last[0].points.at(-1).text));
-    plot.setAttribute("aria-label", `${chart.title}. ${last.map((line) => line.points.length
-      ? `${line.label}: from ${line.points[0].text} to ${line.points.at(-1).text}` : "").join("; ")}`);
+    this.cards.push(card);
     this.drawLater();
   }
 
   redraw() {
-    for (const { card } of this.cards) card.isDrawn = false;
+    for (const card of this.cards) card.isDrawn = false;
     this.drawLater();
   }
 
@@ -99,7 +92,7 @@ class Curves {
   waiting() {
     const outside = ({ plot }, screens = 0) => plot.getBoundingClientRect().bottom < -screens * innerHeight || plot.getBoundingClientRect().top > (1 + screens) * innerHeight;
     const isNeeded = (card) => this.isPrinting || card.plot.closest(".charts").children.length <= MANY || !outside(card, 1);
-    const waiting = this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])") && isNeeded(card));
+    const waiting = this.cards.filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])") && isNeeded(card));
     return waiting.sort((a, b) => outside(a) - outside(b));
   }
 
@@ -122,7 +115,7 @@ class Curves {
     if (!window.Plotly) return;
     this.isPrinting = true;
     document.documentElement.style.colorScheme = "light";
-    for (const { card } of this.cards) card.isDrawn = false;
+    for (const card of this.cards) card.isDrawn = false;
     for (const card of this.waiting()) {
       this.plot(window.Plotly, card);
       for (const drawing of card.plot.querySelectorAll("svg.main-svg")) drawing.setAttribute("viewBox", `0 0 ${drawing.getAttribute("width")} ${drawing.getAttribute("height")}`);
@@ -182,15 +175,11 @@ function unlessFlat(lines) {
 
 const whenIdle = () => new Promise((next) => (window.requestIdleCallback ?? setTimeout)(next, window.requestIdleCallback ? { timeout: 1000 } : 20));
 
-let plotlyLoading = null;
-
-function plotlyLoaded() {
-  plotlyLoading ??= unpacked("plotly").then((source) => {
-    document.head.append(Object.assign(document.createElement("script"), { textContent: source }));
-    return window.Plotly;
-  });
-  return plotlyLoading;
-}
+let plotlyLoading;
+const plotlyLoaded = () => (plotlyLoading ??= unpacked("plotly").then((source) => {
+  document.head.append(el("script", {}, source));
+  return window.Plotly;
+}));
 
 /** For plotly, which reads a little HTML in its texts. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
@@ -225,18 +214,16 @@ function drawCurves(data) {
       ? "Bold: the mean over seeds, with its 95 % t-interval. Faint: each seed."
       : "Bands of shares are 95 % intervals, given n. Curves of training games are means over the newest 512, so neighbouring points share games.";
   };
-  const again = () => { legend(); curves.redraw(); };
-  for (const id of ["x-axis", "overlay"]) $(id)?.addEventListener("change", again);
+  for (const id of ["x-axis", "overlay"]) $(id)?.addEventListener("change", () => { legend(); curves.redraw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => curves.redraw());
   legend();
 }
 
 // ---------------------------------------------------------------- games
 
-const PAGE = 50, LONG = 20000, MODES = ["off", "logprob", "weight"];
-const MODE_NAMES = { off: "no colours", logprob: "log-probability", weight: "importance weight" };
+const PAGE = 50, LONG = 20000;
+const MODES = { off: "no colours", logprob: "log-probability", weight: "importance weight" };
 const ENDS = { natural: "", invalid: "invalid move", truncated: "cut off", void: "void" };
-const NARROW = "(max-width: 56rem)";
 const OUTCOMES = { win: "won", draw: "drawn", loss: "lost", na: "single player", mirror: "itself" };
 // Controls, marks of writing direction, separators of lines: what could hide or reorder text is shown by name.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
@@ -261,20 +248,15 @@ function textBox(text, className = "text", marked = "") {
     box.replaceChildren(...(at < 0 ? shown(part)
       : [...shown(part.slice(0, at)), el("mark", {}, ...shown(marked)), ...shown(part.slice(at + marked.length))]));
   };
-  if (text.length <= LONG) {
-    fill(text);
-    return box;
-  }
   fill(text.slice(0, LONG));
   const more = el("button", { type: "button", onclick: () => { fill(text); more.remove(); } }, `Show all ${text.length.toLocaleString("en")} characters`);
-  return el("div", {}, box, more);
+  return el("div", {}, box, text.length > LONG && more);
 }
 
 class Browser {
   constructor(data) {
     this.data = data;
     this.games = data.games.map((row, key) => this.entry(row, key)).sort((a, b) => a.run - b.run || b.game_idx - a.game_idx);
-    this.parts = new Map();
     this.found = this.games;
     this.current = null;
     this.turn = 0;
@@ -282,7 +264,6 @@ class Browser {
     this.form = $("filters");
     this.fillSelects();
     this.form.addEventListener("input", () => this.filter());
-    this.form.addEventListener("submit", (event) => event.preventDefault());
     $("list").addEventListener("scroll", () => this.grow());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("hashchange", () => this.follow());
@@ -365,14 +346,6 @@ class Browser {
     if (!isSeen) list.scrollTop = row ? row.offsetTop - list.clientHeight / 3 : 0;
   }
 
-  async part(number) {
-    if (!this.parts.has(number)) {
-      if (this.parts.size >= 4) this.parts.delete(this.parts.keys().next().value);
-      this.parts.set(number, unpacked(`games-${number}`).then(JSON.parse));
-    }
-    return this.parts.get(number);
-  }
-
   async open(game, turn = 0, focus = false, isNamed = true) {
     this.current = game;
     this.turn = turn;
@@ -380,13 +353,13 @@ class Browser {
     this.numShown = Math.max(this.numShown, this.found.indexOf(game) + PAGE);
     this.list();
     this.reveal();
-    const whole = (await this.part(game.part))[game.place];
+    const whole = JSON.parse(await unpacked(`games-${game.part}`))[game.place];
     if (this.current !== game) return;
     this.whole = whole;
     this.turn = Math.max(0, Math.min(turn, whole.turns.length - 1));
     this.show(isNamed);
     if (focus) $("game").focus({ preventScroll: true });
-    if (focus && ($("game").getBoundingClientRect().top < 0 || matchMedia(NARROW).matches)) $("game").scrollIntoView();
+    if (focus && ($("game").getBoundingClientRect().top < 0 || matchMedia("(max-width: 56rem)").matches)) $("game").scrollIntoView();
   }
 
   goTo(turn) {
@@ -409,10 +382,9 @@ class Browser {
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Escape") return this.close();
-    if (event.target.closest("input, select, textarea")) return;
-    if (!this.current) return;
-    const keys = { ArrowRight: () => this.goTo(this.turn + 1), j: () => this.goTo(this.turn + 1), ArrowLeft: () => this.goTo(this.turn - 1), k: () => this.goTo(this.turn - 1),
-      n: () => this.neighbour(1), p: () => this.neighbour(-1), c: () => this.recolour(MODES[(MODES.indexOf(this.mode) + 1) % 3]) };
+    if (event.target.closest("input, select") || !this.current) return;
+    const modes = Object.keys(MODES), keys = { ArrowRight: () => this.goTo(this.turn + 1), j: () => this.goTo(this.turn + 1), ArrowLeft: () => this.goTo(this.turn - 1), k: () => this.goTo(this.turn - 1),
+      n: () => this.neighbour(1), p: () => this.neighbour(-1), c: () => this.recolour(modes[(modes.indexOf(this.mode) + 1) % 3]) };
     if (!keys[event.key] || (event.key.startsWith("Arrow") && event.target.closest(".scroll, pre, .plot"))) return;
     event.preventDefault();
     keys[event.key]();
@@ -472,7 +444,7 @@ class Browser {
   turnView(turn) {
     const player = this.current.players.find((one) => one.pid === turn.pid);
     const select = el("select", { "data-act": "mode", onchange: (event) => this.recolour(event.target.value) },
-      MODES.map((mode) => el("option", { value: mode, selected: mode === this.mode }, MODE_NAMES[mode])));
+      Object.entries(MODES).map(([mode, name]) => el("option", { value: mode, selected: mode === this.mode }, name)));
     const [thought, answer] = parted(turn);
     const hasTokens = this.whole.turns.some((one) => one.tokens);
     const said = this.mode === "off" || !hasTokens ? [
@@ -510,8 +482,8 @@ class Browser {
     }
     const list = el("ol", { class: "rewards" }, stages.filter(([, value]) => value !== null && value !== undefined)
       .map(([name, value]) => el("li", {}, el("b", {}, signed(value)), el("span", {}, name))));
-    if (turn.trained) return el("div", {}, list, el("p", { class: "note" }, `Trained on in update ${turn.trained.update}, ${turn.trained.staleness} updates after it was played.`));
-    const why = this.current.kind === "eval" ? "Evaluation games are not trained on."
+    const why = turn.trained ? `Trained on in update ${turn.trained.update}, ${turn.trained.staleness} updates after it was played.`
+      : this.current.kind === "eval" ? "Evaluation games are not trained on."
       : this.current.policy.includes(turn.pid) ? "No batch that is on disk has this turn: it was dropped as too old, rejected (rewards.reject_zero_signal), or was still waiting." : "This player is not trained.";
     return el("div", {}, list, el("p", { class: "note" }, why));
   }

@@ -1,7 +1,6 @@
-"""Write the page: texts and tables by the template, large data compressed.
+"""Report of runs as one HTML file: texts and tables by the template, large data compressed.
 
-The template's Content-Security-Policy lets only the page's two scripts run, and nothing is loaded. Knows no files of a
-run.
+The template's Content-Security-Policy lets only the page's two scripts run, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -14,28 +13,66 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import League, Result, about, age, choose, find_strongest, name_of
 from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
-from unstable_lite.dashboards.report.games import RunGames, policy_seats
-from unstable_lite.dashboards.run_directory import Group, RunData
+from unstable_lite.dashboards.report.games import RunGames, policy_seats, read_games
+from unstable_lite.dashboards.run_directory import Group, RunData, read_groups
 from unstable_lite.dashboards.terminal import next_commands, upcoming
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import replaced, understood
+from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.tracking.displayed_metrics import duration, is_share, spike_texts
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown, with_games
 
 HERE = Path(__file__).parent
-CAP = "importance_weight_cap"
-"""Key of the learner's config with the largest weight of a token."""
+MAX_GAMES = 2000
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_label")
 """Fields of a game by which the list shows and filters games."""
 MAX_IN_MATRIX = 16
+
+
+class Written(NamedTuple):
+    path: Path
+    size_bytes: int
+    games: int
+    """Number of games of which the page has every turn."""
+    games_read: int
+
+
+def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX_GAMES) -> Written:
+    """Write the page of one run, or of several side by side.
+
+    max_games: most transcripts per run of training games, of evaluation games and of void games, evenly spread over
+    the run. Raises UnstableError if a directory is not a run's or cannot be read, or if the extra `report` is missing.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UnstableError("a report needs plotly: pip install 'unstable-lite[report]'") from None
+    groups, games = read_groups(directories), []
+    runs = [run for group in groups for run in group.runs]
+    for run in runs:
+        with understood(run.directory):
+            tokenizer = find_tokenizer(str(run.config["model_name"]))
+            games.append(read_games(run.directory, tokenizer, max_games, run.config))
+    directories_read = ", ".join(str(run.directory) for run in runs)
+    try:
+        with understood(directories_read):
+            page = render(groups, games, get_plotlyjs())
+    except jinja2.UndefinedError as error:  # a config without a key that every run writes
+        raise UnstableError(f"{directories_read}: its files are not as a run writes them ({error})") from error
+    with replaced(output) as partial:
+        partial.write_bytes(page)
+    num_kept, num_read = sum(len(of_run.kept) for of_run in games), sum(of_run.num_read for of_run in games)
+    return Written(path=output, size_bytes=len(page), games=num_kept, games_read=num_read)
 
 
 def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -51,14 +88,11 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
         groups=groups,
         title=f"{', '.join(models)} on {', '.join(envs) or 'no env'}",
         tab=_tab(runs, rows),
-        states=[_state(run) for run in runs],
         results=side_by_side(rows),
         markdown=to_markdown({group.label: row for group, row in zip(groups, rows, strict=True)}),
         upcoming="; ".join(upcoming(run) for run in runs if len(runs) == 1 and run.is_up),
         steps=next_commands(runs[0].directory, runs[0].rows, runs[0].num_updates >= runs[0].learning_steps),
         evaluations=side_by_side([run.rows for run in runs]),
-        ladders=[(run, _ladder(run.league())) for run in runs],
-        matrices=[(run, _matrix(run.league())) for run in runs],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
@@ -76,9 +110,10 @@ def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any
     runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
     titles = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
     ladders = {title: lines for title, lines in titles.items() if lines}
+    caps = [run.config.get("learner", {}).get("importance_weight_cap") for run in runs]
     return {
         "groups": [group.label for group in groups],
-        "runs": [{"label": run.label, "cap": run.config.get("learner", {}).get(CAP)} for run in runs],
+        "runs": [{"label": run.label, "cap": cap} for run, cap in zip(runs, caps, strict=True)],
         "sections": sections(runs, curves),
         "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
         "curves": curves | ladders,
@@ -91,9 +126,9 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"count": "{:,}".format, "against": against, "name": name_of, "percent": percent}
-    environment.filters |= {"about": about, "duration": duration, "spikes": spike_texts, "with_games": with_games}
-    environment.filters["sentence"] = lambda text: f"{text[0].upper()}{text[1:]}." if text else ""
+    functions = name_of, percent, about, find_strongest, duration, spike_texts, with_games, state_of, matrix_of
+    environment.filters |= {function.__name__: function for function in functions}
+    environment.filters |= {"count": "{:,}".format, "sentence": lambda text: text and f"{text[0].upper()}{text[1:]}."}
     return environment.get_template("page.html.jinja")
 
 
@@ -136,7 +171,7 @@ def _tab(runs: Sequence[RunData], rows: Sequence[Sequence[ResultRow]]) -> str:
     return ", ".join([f"{name}: {' and '.join(dict.fromkeys(run.state for run in runs))}", *results[: len(runs) == 1]])
 
 
-def _state(run: RunData) -> str:
+def state_of(run: RunData) -> str:
     """Return the state, the update, and when the run wrote last."""
     text = f"{run.state}{',' if run.is_up else ' at'} update {run.num_updates} of {run.learning_steps}"
     if (written := run.live.get("time")) is None:
@@ -145,26 +180,7 @@ def _state(run: RunData) -> str:
     return f"{text}, written {when:{'%H:%M' if when.date() == now.date() else '%Y-%m-%d %H:%M'}}"
 
 
-def _ladder(league: League) -> list[dict[str, Any]]:
-    """Return the newest rating of each model that met another, highest lower bound first, and its bar's two ends."""
-    ladder, met, totals = league.ladder, league.games, league.totals()
-    rated = [one for one in ladder if met[one.uid]]
-    low = min((one.mu - 2 * one.sigma for one in rated), default=0.0)
-    high = max((one.mu + 2 * one.sigma for one in rated), default=1.0)
-    strongest = find_strongest(rated, met)
-    return [
-        one._asdict()
-        | {
-            "role": ", ".join(["current"] * one.is_current + ["strongest"] * (one.uid == strongest)),
-            "results": totals.get(one.uid, Result(0)),
-            "from": (one.mu - 2 * one.sigma - low) / (high - low),
-            "to": (one.mu + 2 * one.sigma - low) / (high - low),
-        }
-        for one in rated
-    ]
-
-
-def _matrix(league: League) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
+def matrix_of(league: League) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
     """Return the names of the columns, and rows with the results of the row's model against the columns'.
 
     There are at most `MAX_IN_MATRIX` models, those that matter by age. Columns are the models that met several others,
