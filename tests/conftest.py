@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -48,6 +49,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gc.freeze()  # the collected tests and modules stay; searching them for garbage was a fifth of the unit tests
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # the longest of all begins first
     for item in items:
         needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
@@ -68,7 +70,5 @@ def browser() -> Iterator[Browser]:
     """Yield Chromium, for tests marked `browser`."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with sync_playwright() as made, made.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened:
+        yield opened

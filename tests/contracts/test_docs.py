@@ -212,10 +212,10 @@ def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
             done = subprocess.run(runs.command("play", *rest), input="[0 1]\n" * 50, capture_output=True, text=True)
             assert done.returncode == 0, where + done.stdout + done.stderr
         case _:
-            few = {"eval": ["--games", "2"]}
-            plays = arguments[0] if "--exact" not in arguments else ""
-            extra = [*few.get(plays, []), *(on_cpu if arguments[0] == "check" else ())]
-            done = CliRunner().invoke(app, [*arguments, *extra], catch_exceptions=False)
+            few = {"eval": ["--games", "2"], "check": [*on_cpu]}.get(arguments[0], [])
+            if "--exact" in arguments:
+                few = ["--samples", "4"] * ("--samples" in arguments)
+            done = CliRunner().invoke(app, [*arguments, *few], catch_exceptions=False)
             assert done.exit_code == 0, where + done.output
 
 

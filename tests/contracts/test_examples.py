@@ -52,8 +52,8 @@ def test_every_example_toml_can_run(path, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     if path.name in NAMES:
         path = write(NAMES[path.name], Path())[0]
-    if path.stem == "exploiter":
-        write_victim(tmp_path / "victim")
+    write_victim(tmp_path / "victim")  # of one example
+    monkeypatch.setattr("unstable_lite.games.players.blind.best_preferences", lambda *_: ())  # a long search
     if path.stem in GPUS:
         gpus.install(monkeypatch, tmp_path, *GPUS[path.stem])
     rows = load_plan(path).describe()

@@ -16,6 +16,7 @@ from playwright.sync_api import expect
 import unstable_lite
 from fakes.http_servers import QuietHandler, http_server
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
@@ -111,7 +112,6 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.browser
-@pytest.mark.nightly
 def test_search_finds_a_key_and_the_page_asks_no_other_server(address, browser):
     asked: list[str] = []
     page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})

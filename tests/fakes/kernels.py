@@ -28,7 +28,7 @@ def main(kernels: str, model: str, output: str) -> None:
         if "lora_B" in name:
             parameter.data.normal_(0.0, 0.1, generator=generator)
     rng = np.random.default_rng(0)
-    items = [item(rng, num_prompt) for num_prompt in (3, 11, 6)]
+    items = [item(rng, num_prompt) for num_prompt in (3, 6)]
     logps = {f"logp {index}": logp for index, logp in enumerate(policy.item_logprobs(items))}
     learner.add_gradient(items)
     gradients = {name: parameter.grad for name, parameter in policy.parameters.items() if parameter.grad is not None}
@@ -72,7 +72,7 @@ def config_of(kernels: str, model: str) -> Config:
     )
 
 
-def item(rng: np.random.Generator, num_prompt: int, num_completion: int = 5) -> TrainItem:
+def item(rng: np.random.Generator, num_prompt: int, num_completion: int = 3) -> TrainItem:
     return TrainItem(
         prompt_ids=rng.integers(0, 300, num_prompt).astype(np.int32),
         completion_ids=rng.integers(0, 300, num_completion).astype(np.int32),

@@ -33,6 +33,7 @@ kind = "transformers"
 temperature = 1.0
 max_generation_len = 12
 max_model_len = 512
+kv_cache_gb = 0.1
 [learner]
 batch_size = 24
 learning_rate = 1e-3

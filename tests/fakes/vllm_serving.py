@@ -1,5 +1,6 @@
 """vLLM's own OpenAI-compatible server as a real process on loopback; its CPU build suffices."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -62,10 +63,8 @@ class VLLMServer:
     def kill(self) -> None:
         """Kill the server as a failing node would, and remove the shared memory that vLLM would leave behind."""
         shared = self._shared_memory()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its engine is a separate process
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for path in shared:
             path.unlink(missing_ok=True)

@@ -38,8 +38,6 @@ WAITING_FRAMES = 1000
 """Limit of frames queued between the network and the event loop per connection; then the sender blocks."""
 FRAMES_AT_ONCE = 1000
 """Frames read before the event loop continues, so that a flood of messages does not block other tasks."""
-
-
 SOCKETS = f"ul-{zlib.crc32(platform.node().encode()):08x}-"
 """Prefix of the socket directories of this machine: others may share its directory for temporary files."""
 

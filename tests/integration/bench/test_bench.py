@@ -118,15 +118,15 @@ def test_faults_bench_injects_every_kind_and_loses_no_game(results: Results) -> 
 
 def test_result_worse_than_its_baseline_fails_and_is_named(tmp_path: Path, results: Results) -> None:
     baseline = tmp_path / "baseline.json"
-    peer_rows = copy.deepcopy(results("startup"))
+    peer_rows = copy.deepcopy(results("memory"))
     for ratio in peer_rows["ratios"]:
         ratio["median"] *= 0.1
     baseline.write_text(json.dumps(peer_rows))
     refused = run_bench("learner", "--small", "--compare", str(baseline))
-    assert refused.returncode == 2 and "startup" in refused.stderr
-    done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
+    assert refused.returncode == 2 and "memory" in refused.stderr
+    done = run_bench("memory", "--small", "--seconds", "0.2", "--rounds", "1", "--compare", str(baseline))
     assert done.returncode == 1 and "baseline " in done.stdout, done.stdout
-    assert "check a config" in done.stdout.partition("worse than")[2]
+    assert "384 games" in done.stdout.partition("worse than")[2]
 
 
 OPTIONS = Options(seconds=1.0, rounds=1, minutes=1.0, seed=0, small=False)

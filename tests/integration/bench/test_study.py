@@ -139,7 +139,8 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path, command: Comman
 def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
     sft = {"players": ["scripted:random"], "pairs": 20, "epochs": 1, "learning_rate": 1e-3, "holdout": 0.0}
     frozen = {"learner": SCRIPTED["learner"] | {"learning_rate": 1e-12}, "run": SCRIPTED["run"] | {"learning_steps": 1}}
-    path = write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1])
+    given = {"base": SCRIPTED | frozen | {"sft": sft}, "arms": [{"name": "one"}], "warm_start": True}
+    path = write_study(tmp_path, **given, seeds=[1, 2])
     runs.output_of(runs.finish(start(path, tmp_path)))
     (adapter,) = tmp_path.glob("outputs/warm_start-*")
     made = load_file(adapter / WEIGHTS)
@@ -150,10 +151,10 @@ def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
     assert len({run["start"] for run in results(tmp_path)["runs"]}) == 1
 
     made_at = (adapter / WEIGHTS).stat().st_mtime_ns
-    write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1, 2])
+    write_study(tmp_path, **given, seeds=[1, 2, 3])
     runs.output_of(runs.finish(start(path, tmp_path, is_torchless=True)))
     assert (adapter / WEIGHTS).stat().st_mtime_ns == made_at
-    assert len(results(tmp_path)["runs"]) == 4
+    assert len(results(tmp_path)["runs"]) == 3
 
 
 def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path, command: Command) -> None:

@@ -75,7 +75,7 @@ def check(engine: TransformersEngine, expected: list[Generation]) -> None:
         assert served.adapter_version == wanted.adapter_version
 
 
-@pytest.mark.parametrize(("most_tokens", "most_at_once"), [(100, 3), (16, 1)])
+@pytest.mark.parametrize(("most_tokens", "most_at_once"), [pytest.param(100, 3, marks=pytest.mark.nightly), (16, 1)])
 def test_starved_engine_serves_fewer_requests_at_a_time_alike(
     model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], most_tokens: int, most_at_once: int
 ) -> None:
@@ -89,7 +89,7 @@ def test_starved_engine_serves_fewer_requests_at_a_time_alike(
     assert engine.stats().oom_retries == retries, "the engine keeps its reduced limit"
 
 
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_oom_while_sampling_loses_no_token(
     model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

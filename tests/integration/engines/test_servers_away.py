@@ -65,10 +65,9 @@ def test_server_that_is_away_is_used_again_without_spending_restarts(
     first, second = servers
     (tmp_path / "folder").mkdir()
     text = CONFIG.replace("OUTPUT", str(tmp_path / "outputs")).replace("FOLDER", str(tmp_path / "folder"))
-    config = tmp_path / "away.toml"
-    config.write_text(text.replace("FIRST", first.url).replace("SECOND", second.url))
+    (config := tmp_path / "away.toml").write_text(text.replace("FIRST", first.url).replace("SECOND", second.url))
     first.start()
-    process = runs.start("run", config)
+    process = runs.start_torchless("run", config, "algorithm=fakes.slow_learners:TakesAWhile")
 
     def until(condition: Callable[[], bool]) -> None:
         runs.wait_for(lambda: condition() or process.poll() is not None)

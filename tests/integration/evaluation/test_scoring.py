@@ -74,7 +74,7 @@ def by_hand(observation: str, action: str, temperature: float, adapter: Path | N
     return float(logits.log_softmax(-1)[torch.arange(len(answer)), answer].sum().exp())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.5, marks=pytest.mark.nightly)])
 def test_base_and_adapters_are_scored_token_by_token_as_by_transformers_and_peft(
     tmp_path: Path, temperature: float
 ) -> None:

@@ -132,11 +132,11 @@ class SmallDisks:
     def start(self, out: Path, *arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
         with out.open("w") as file:
             return subprocess.Popen(
-                ["nsenter", "-t", str(self._holder.pid), "-m", *runs.command(*arguments)],
+                ["nsenter", "-t", str(self._holder.pid), "-m", *runs.command(*arguments, module=runs.TORCHLESS)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "COLUMNS": "200", **environment},
+                env={**runs.environment(), **environment},
             )
 
     def make_read_only(self) -> None:
@@ -202,7 +202,7 @@ def without_clock(directory: Path) -> dict[str, str]:
         "real, looks = time.time, itertools.count()\n"
         "time.time = lambda: real() - 86400 * (1 + next(looks) // 3)\n"
     )
-    return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
+    return {"PYTHONPATH": os.pathsep.join([str(directory), runs.environment()["PYTHONPATH"]])}
 
 
 @pytest.mark.nightly

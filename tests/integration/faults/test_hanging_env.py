@@ -74,7 +74,7 @@ def test_endless_loop_is_interrupted_in_any_thread() -> None:
         pool.submit(play).result(60)
 
 
-@pytest.mark.parametrize("in_a_thread", [False, True])
+@pytest.mark.parametrize("in_a_thread", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_interrupt_hits_only_the_call_that_timed_out(in_a_thread: bool) -> None:
     """Calls end at about the moment at which they would be interrupted."""
     chance = random.Random(0)

@@ -184,8 +184,8 @@ def poisoned_in_the_critic(learner: Any, items: list[TrainItem]) -> list[TrainIt
     ("algorithm", "poison"),
     [
         ("reinforce", poisoned_by_reward),
-        ("reinforce", poisoned_by_logprobs),
-        ("ppo", poisoned_by_reward),
+        pytest.param("reinforce", poisoned_by_logprobs, marks=pytest.mark.nightly),
+        pytest.param("ppo", poisoned_by_reward, marks=pytest.mark.nightly),
         ("ppo", poisoned_by_a_later_step),
         ("ppo", poisoned_in_the_critic),
     ],
@@ -320,7 +320,7 @@ def test_kl_and_entropy_terms_act_without_an_advantage(make_learner, make_items,
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("num_before", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_saved_learner_resumes_bit_for_bit(make_learner, make_items, tmp_path, algorithm, num_before):
     """The order of minibatches and dropout depend on the random state, and the penalty on the initial adapter."""
     start, saved = (tmp_path / name for name in ("start", "saved"))

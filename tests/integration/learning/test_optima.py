@@ -53,7 +53,7 @@ from unstable_lite.orchestrator.wiring import make_buffer
 from unstable_lite.types import Step
 
 BOUND = 0.075
-SEEDS = range(3)
+SEEDS = range(2)
 BATCH = 96
 SHIFT = 30.0
 CRITICS = [name for name, kind in LEARNERS.items() if kind.has_critic]
@@ -180,8 +180,8 @@ def test_bound_is_a_quarter_of_the_smallest_distance_without_learning():
 @pytest.mark.parametrize(
     ("algorithm", "name", "seeds"),
     [
-        *((algorithm, "bandit", SEEDS[:1]) for algorithm in ("reinforce", "rloo")),
-        *((algorithm, "credit", SEEDS[:1]) for algorithm in CRITICS),
+        ("reinforce", "bandit", SEEDS[:1]),
+        (CRITICS[0], "credit", SEEDS[:1]),
         *(
             pytest.param(algorithm, name, SEEDS, marks=pytest.mark.nightly)
             for algorithm, name in product(LEARNERS, GAMES)

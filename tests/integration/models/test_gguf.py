@@ -216,6 +216,7 @@ def test_truncated_file_and_lengths_beyond_the_file_give_one_message(
     assert left_in(cache) == []
 
 
+@pytest.mark.nightly
 def test_missing_weight_is_named(cache: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "holes.gguf", without="blk.1.ffn_up.weight")
     with pytest.raises(ModelError, match=r"missing.*layers\.1\.mlp\.up_proj"):
@@ -223,6 +224,7 @@ def test_missing_weight_is_named(cache: Path, tmp_path: Path) -> None:
     assert left_in(cache) == []
 
 
+@pytest.mark.nightly
 def test_unsupported_architecture_gives_one_message_in_check(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     write_gguf(path, architecture="oddly")

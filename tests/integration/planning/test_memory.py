@@ -44,7 +44,7 @@ def config_of(directory: Path, **learner: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("is_checkpointed", [True, False])
+@pytest.mark.parametrize("is_checkpointed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("dtype", "shape", "layers", "vocab_size"),
     [

@@ -271,7 +271,7 @@ def test_evaluation_on_two_envs_uses_one_policy(tmp_path: Path) -> None:
     assert not any(line["void"] for line in lines)
 
 
-@pytest.mark.parametrize("is_starting", [True, False])
+@pytest.mark.parametrize("is_starting", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_ctrl_c_during_start_up_and_a_second_one_end_at_once_and_leave_nothing(
     tmp_path: Path, is_starting: bool
 ) -> None:
@@ -339,7 +339,7 @@ def test_mistake_in_own_code_ends_the_run_with_its_line(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (['lora.target_modules=["no_such_proj"]', *runs.SCRIPTED], "no_such_proj"),
+        pytest.param(["lora.target_modules=['nowhere']", *runs.SCRIPTED], "nowhere", marks=pytest.mark.nightly),
         (["model_name=/nowhere/at/all"], "/nowhere/at/all"),
         (["run.learning_stepps=3"], "did you mean 'learning_steps'"),
         ([f"run.output_dir={__file__}/x"], "run.output_dir"),

@@ -42,6 +42,7 @@ def test_games_wait_for_the_learner_which_saves_before_the_engines_wake(tmp_path
     assert '"void"' not in games, "the learner's turn does not count as game time"
 
 
+@pytest.mark.nightly
 async def test_engine_apart_from_the_learner_plays_through_its_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

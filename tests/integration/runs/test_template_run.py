@@ -4,10 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fakes import runs
-from unstable_lite.cli.app import app
 from unstable_lite.files import read_part
 from unstable_lite.games.run_prompts import FILE
 from unstable_lite.models import BUILTIN, chat_template
@@ -46,5 +44,5 @@ def test_recorded_templates_are_used_by_every_later_command(tmp_path: Path) -> N
         ("probe", run, "--games", "2"),
         ("play", "--watch", run),
     ):
-        ended = CliRunner().invoke(app, [*map(str, command)])
-        assert ended.exit_code == 1 and f"{run / FILE} is damaged" in ended.output.replace("\n", ""), (command, ended)
+        code, _, err = runs.invoke(*command)
+        assert code == 1 and f"{run / FILE} is damaged" in err.replace("\n", ""), (command, err)

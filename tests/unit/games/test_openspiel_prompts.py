@@ -256,7 +256,7 @@ def faults_of(name: str, playouts: int, most_moves: int = 30) -> set[str]:
     return {fault for fault, is_found in (("forgets", forgets), ("leaks", leaks)) if is_found}
 
 
-@pytest.mark.parametrize("playouts", [20, pytest.param(240, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("playouts", [20, pytest.param(120, marks=pytest.mark.nightly)])
 def test_prompts_hold_what_their_seat_saw_and_did(playouts):
     known = {name for name in hidden_games() if information_fault(PREFIX + name) is not None}
     most = {name: playouts // 10 + 1 if name in SLOW else playouts for name in hidden_games()}

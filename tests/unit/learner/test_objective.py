@@ -184,7 +184,7 @@ def check_resume(learner: Any, resumed: Any, directory: Path, items: list[TrainI
 # the entropy's target
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+@pytest.mark.parametrize("algorithm", ["reinforce", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_entropy_coefficient_rises_below_the_target_and_falls_above(make_learner, make_items, tmp_path, algorithm):
     for target, factor in ((5.7, math.exp(0.1)), (0.001, math.exp(-0.1))):
         settings = {"entropy_coefficient": 0.01, "entropy_target": target}
@@ -260,7 +260,7 @@ def test_moving_reference_is_made_only_for_its_penalty(make_learner, tmp_path):
 # the reference of a stage, and coefficients that move
 
 
-@pytest.mark.parametrize("saved_at", [2, 3])
+@pytest.mark.parametrize("saved_at", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stage_of_two_updates_is_copied_every_second_update_and_resumes_bit_for_bit(
     make_learner, make_items, tmp_path, saved_at
 ):
@@ -296,7 +296,7 @@ def test_nothing_is_remembered_of_an_earlier_stage(make_learner, make_items):
     assert largest_difference(adapter_of(learner), before) > 1e-4
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "grpo"])
+@pytest.mark.parametrize("algorithm", ["reinforce", pytest.param("grpo", marks=pytest.mark.nightly)])
 def test_gradient_of_each_update_has_the_coefficients_of_the_schedule(make_learner, make_items, algorithm):
     settings = {"coefficient_schedule": "linear", "learning_rate": 1e-2, "learning_rate_warmup": 2}
     learner = make_learner(algorithm, learner=REGULARISED | settings, run={"learning_steps": 4})

@@ -204,7 +204,7 @@ def test_identical_rewards_decide_only_what_shares_would():
         assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
 
 
-@pytest.mark.parametrize("runs", [10, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("runs", [10, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("alike", [0.0, pytest.param(0.5, marks=pytest.mark.nightly), 0.9])
 def test_unchanging_policy_rarely_collapses_against_any_of_four_opponents(alike, runs):
     """Both games of a deal have the same result with probability `alike`, else each its own; docs/collapse.md."""

@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from unstable_lite.reward_transformations.transforms import ComposeFinalRewardTr
 from unstable_lite.rng import derive_seed
 from unstable_lite.transport.cpus import usable_cpus
 from unstable_lite.transport.rpc import BUS, SOCKETS, make_socket_directory, reap_stale_sockets
-from unstable_lite.transport.worker_main import last_words
+from unstable_lite.transport.worker_main import WorkerSocket, last_words
 
 V1 = "3:cpu,cpuacct:/docker/a\n2:memory:/docker/a\n1:name=systemd:/docker/a\n"
 
@@ -124,18 +124,11 @@ def test_error_names_the_line_of_our_own_code_unless_it_says_how_to_act():
     assert words.error == "ConfigError: learner.x: set it to 1" and words.is_final
 
 
-def raises(error: Exception) -> Callable[[], object]:
-    def function() -> None:
-        raise error
-
-    return function
-
-
 @pytest.mark.parametrize(
     ("code", "name"),
     [
         (lambda: derive_seed(0, object()).nope, "AttributeError"),  # type: ignore[attr-defined]
-        (lambda: ComposeFinalRewardTransforms([raises])(1.0, 0, "env"), "TypeError"),
+        (lambda: ComposeFinalRewardTransforms([len])(1.0, 0, "env"), "TypeError"),
         (lambda: torch.zeros(2) @ torch.zeros(3), "RuntimeError"),
         (lambda: Path("/no/such/file").read_text(), "FileNotFoundError"),
         (lambda: Path(b"/").read_text(), "TypeError"),  # type: ignore[arg-type]
@@ -164,7 +157,7 @@ def test_error_has_the_users_line_as_its_place(code, name):
 )
 def test_error_from_outside_of_the_code_has_no_place(error):
     with pytest.raises(type(error)) as caught:
-        raises(error)()
+        raise error
     assert last_words(caught.value).place == ""
 
 
@@ -173,3 +166,10 @@ def test_mistake_below_the_package_alone_has_the_packages_line():
         ComposeFinalRewardTransforms(5)  # type: ignore[arg-type]
     caught.value.__traceback__ = caught.tb.tb_next  # as in a worker, whose own frames are the package's
     assert re.fullmatch(r"TypeError .*/reward_transformations/transforms.py:\d+", last_words(caught.value).place)
+
+
+def test_garbage_is_collected_once_a_worker_has_sent_a_message(tmp_path):
+    gc.disable()
+    with contextlib.closing(WorkerSocket(f"ipc://{tmp_path}/bus", "worker")) as worker:
+        worker.send(last_words(ConfigError("x = 1")))
+    assert gc.isenabled()
