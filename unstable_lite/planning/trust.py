@@ -104,14 +104,13 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _is_player(name: str) -> bool:
-    return parse_player(name).kind != "class"
-
-
 _IS_DATA: dict[str, Callable[[str], bool]] = {
     "model_name": BUILTIN.__contains__,
+    "kl_reference": lambda value: value.startswith("stage:"),
     **dict.fromkeys(("env_id", "weights"), is_built_in),
-    **dict.fromkeys(("fixed_opponent", "fixed_opponents", "players", "imitate"), _is_player),
+    **dict.fromkeys(
+        ("fixed_opponent", "fixed_opponents", "players", "imitate"), lambda name: parse_player(name).kind != "class"
+    ),
 }
 """Tests of values with a colon, by the last part of the key: one that passes is data, every other one names code."""
 

@@ -120,8 +120,7 @@ def test_config_without_code_needs_no_trust(tmp_path: Path, monkeypatch: pytest.
     for variable in ("OPENAI_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
-    text = """
-[opponents]
+    text = """[opponents]
 base_url = "BASE"
 [templates.mine]
 user = "See: {observation}"
@@ -138,6 +137,7 @@ env_id = "Nim-v0-train"
 fixed_opponents = ["adapter:Other", "base"]
 [sft]
 players = ["adapter:other", "vendor/model:free", "scripted:mcts:10"]
+kl_reference = "stage:16"
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent
