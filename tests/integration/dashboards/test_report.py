@@ -297,6 +297,7 @@ def test_every_chart_is_drawn_offline_without_scrolling(shared_page: Page) -> No
     expect(won.locator("tbody tr")).to_have_count(2)
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_charts_of_a_large_group_are_drawn_as_they_come_near(tmp_path: Path, open_page: OpenReport) -> None:
     run = write_run(tmp_path / "run")
@@ -314,6 +315,7 @@ def test_charts_of_a_large_group_are_drawn_as_they_come_near(tmp_path: Path, ope
     assert 0 < page.evaluate(EMPTY_CHARTS) < empty
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_printed_page_shows_charts_that_were_not_drawn_yet(one_run: Path, open_page: OpenReport) -> None:
     page = open_page(one_run, color_scheme="dark")
@@ -697,6 +699,7 @@ def test_ten_thousand_games_are_listed_and_found(tmp_path: Path, open_page: Open
     expect(page.locator("#game pre").first).to_contain_text("board 9876")
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_several_runs_are_drawn_with_mean_and_interval(tmp_path: Path, open_page: OpenReport) -> None:
     seeds = []

@@ -51,6 +51,7 @@ def ask(engine: RemoteEngine, message: type[Sleep] | type[WakeUp]) -> Any:
     return engine.ask(message(request_id=next(engine._ids)))[0]
 
 
+@pytest.mark.nightly
 def test_base_and_adapters_answer_after_a_sleep_as_before(
     engine: RemoteEngine, adapter_dirs: list[Path], request: pytest.FixtureRequest
 ) -> None:

@@ -63,6 +63,7 @@ def curve(run: Path, name: str = "exploitability") -> dict[int, float]:
     return {line["step"]: line[f"{name}/{KUHN}"] for line in run_files.metrics(run) if f"{name}/{KUHN}" in line}
 
 
+@pytest.mark.nightly
 def test_learner_computes_what_the_saved_checkpoints_have(run: Path) -> None:
     tree = flatten(KUHN)
     shown = [state.observation for state in tree.states]

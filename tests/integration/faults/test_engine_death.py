@@ -150,6 +150,7 @@ async def test_silent_engine_is_killed_and_its_games_continue(fleet: Fleet) -> N
     assert fleet.supervisors[0].restarts == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fleet", [{"stall_s": 0.5}], indirect=True)
 async def test_engine_is_not_blamed_for_a_blocked_orchestrator(fleet: Fleet) -> None:
     (engine,) = fleet.workers.engines.engines
@@ -194,6 +195,7 @@ async def test_own_code_that_fails_again_ends_the_run_and_memory_does_not(
     assert fleet.supervisors[0].restarts == len(fleet.alarms) == restarts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Slow"}}], indirect=True)
 async def test_slow_step_is_logged_by_worker(fleet: Fleet) -> None:
     await fleet.workers.engines.generate("p", 0)

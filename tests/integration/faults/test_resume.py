@@ -180,6 +180,7 @@ def engines_of(process: runs.subprocess.Popen[str]) -> list[psutil.Process]:
     return engines
 
 
+@pytest.mark.nightly
 def test_engine_that_dies_while_a_resume_starts_is_named(copy: Path) -> None:
     process = resume_with_an_open_evaluation(copy)
     runs.wait_for(lambda: engines_of(process))

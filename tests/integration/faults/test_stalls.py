@@ -98,6 +98,7 @@ def test_loop_blocked_forever_ends_process_and_leaves_stacks(tmp_path: Path, fun
         assert "unstable-lite run --resume" in process.stderr
 
 
+@pytest.mark.nightly
 def test_suspended_process_is_not_taken_for_a_blocked_loop(tmp_path: Path) -> None:
     script = BLOCKS.replace("0.05", "0.3")
     command = [sys.executable, "-c", script, str(tmp_path / "log"), "wait_for_a_line"]

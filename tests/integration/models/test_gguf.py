@@ -96,6 +96,7 @@ def left_in(cache: Path) -> list[Path]:
     return [*cache.glob("unstable_lite/gguf/*"), *cache.glob("unstable_lite/gguf/.*")]
 
 
+@pytest.mark.nightly
 def test_converted_model_is_the_one_in_the_file(
     whole_file: Path, filled_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

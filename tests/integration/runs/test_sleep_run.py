@@ -28,6 +28,7 @@ def alarms(directory: Path) -> str:
     return (runs.run_directory(directory) / "alarms.jsonl").read_text()
 
 
+@pytest.mark.nightly
 def test_games_wait_for_the_learner_which_saves_before_the_engines_wake(tmp_path: Path) -> None:
     changes = ("algorithm=fakes.slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
     runs.output_of(train(tmp_path, "KeepsADiary", *changes))

@@ -326,6 +326,7 @@ def points(env_id: str, player: type[ScriptedPlayer], opponent: type[ScriptedPla
     return fmean(earned)
 
 
+@pytest.mark.nightly
 def test_blind_play_of_nim_is_between_random_and_perfect():
     assert 0.63 < points(NIM, SCRIPTED_PLAYERS["scripted:blind-random"], RandomLegalPlayer, 200) < 0.76
     assert points(NIM, OptimalPlayer, RandomLegalPlayer, 40) > 0.97
