@@ -6,6 +6,7 @@ equal adapters. Its log-probabilities are the engine's own, so the canary passes
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -58,6 +59,7 @@ def use(patch: Any = None) -> None:
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     learner = class_of(spec.config.algorithm)(spec)
+    assert gc.isenabled()
     socket.send(Ready(info={"adapter_bytes": 4096, "device": spec.device, "threads": spec.threads}))
     while True:
         for message in socket.receive(wait_s=1.0):

@@ -29,7 +29,7 @@ class PlayerName(NamedTuple):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether it is a frozen player with an adapter, or an average of several."""
+        """Whether the name is that of a frozen player with an adapter, or of an average of several."""
         return self.kind in ("adapter", "run", "average")
 
     @property

@@ -23,7 +23,13 @@ def shortened(label: str, width: int = MOST_LABEL) -> str:
     if cell_len(label) <= width:
         return label
     ends = set_cell_size(label, (width - 1) // 2), set_cell_size(label[::-1], width // 2)[::-1]
-    return "…".join(map(str.strip, ends))
+    return f"{ends[0].rstrip()}…{ends[1].lstrip()}"
+
+
+def all_shortened(labels: Sequence[str]) -> list[str]:
+    """Return the labels of one column shortened, or as they are if two of them would then be alike."""
+    short = [shortened(label) for label in labels]
+    return short if len({*short}) == len({*labels}) else [*labels]
 
 
 def aligned(table: Sequence[Sequence[Text]], justify: str, width: int | None = None, gap: int = 2) -> list[Text]:

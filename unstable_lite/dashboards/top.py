@@ -26,7 +26,7 @@ from rich.text import Text
 from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.terminal import next_commands, upcoming
-from unstable_lite.dashboards.text_rows import SPIKE, aligned, hanging, shortened, sparkline
+from unstable_lite.dashboards.text_rows import SPIKE, aligned, all_shortened, hanging, sparkline
 from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
@@ -159,12 +159,12 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
     newest = f"update {updates.pop()}" if len(updates) == 1 else "newest"
     heads = ["first" if any(row.before.step for row in rows) else "before", newest, "95 % interval", "change"]
     table = [[Text("results", style="bold"), *(Text(head, style="dim") for head in heads)]]
-    for row in rows:
+    names = [row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent for row in rows]
+    for row, name in zip(rows, all_shortened(names), strict=True):
         style, mark = COLOURS[row.verdict], {0: "  ", 1: "▲ ", -1: "▼ "}[row.direction]
-        name = row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent
         numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text)
         styles = ("", f"{style} bold", "", style)
-        table.append([Text.assemble((mark, style), shortened(name)), *map(Text, numbers, styles)])
+        table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
     env_ids = [row.env_id for row in rows]
     num_envs = len(set(env_ids)) if len(set(env_ids)) > 1 else 0
     has_second = 1 + num_envs + 2 * len(rows) <= room
@@ -217,7 +217,7 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     alarms, spikes, early = view.alarms()[::-1], view.spikes(), Counter[str]()
     for name, count in view.latest().items():
         if name.startswith("ended/"):
-            early[name.partition(")/")[2]] += int(count)
+            early[name.rpartition(")/")[2]] += int(count)
     ended = ", ".join(f"{count:,} {reason}" for reason, count in early.most_common())
     head = "whole run, in means"
     cells = min(width - LABEL - 3 * (NUMBER + 2) - 2, max(len(view.updates()), len(head)))

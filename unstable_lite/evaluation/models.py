@@ -92,7 +92,8 @@ def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[Evalua
 def find_run(words: Iterable[str]) -> Path | None:
     """Return the first run directory that a word names, itself or by a checkpoint in it."""
     for word in words:
-        path = Path(parse_player(word).rest).expanduser().resolve()
+        player = parse_player(word)
+        path = Path(player.rest if player.has_adapter else word).expanduser().resolve()
         for directory in (path, *path.parents[:2]):
             if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
                 return directory

@@ -43,7 +43,7 @@ class _Guard:
     """Interrupts one thread's guarded calls, each at most once, and no other code of that thread.
 
     The main thread is interrupted by a signal, which also ends a `sleep`. Any other thread is watched by a second
-    thread, which has Python raise an exception in it; a call that ends at that moment takes the exception back.
+    thread, which has Python raise an exception in it; a call that ends at that moment gets it or takes it back.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -56,7 +56,7 @@ class _Guard:
         self._seen = 0
         self._since = 0.0
         self._send = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()))
-        """Has Python raise an exception in the guarded thread as soon as it can; with None takes it back."""
+        """Function that has Python raise an exception in the guarded thread soon; with None, it takes it back."""
 
     def is_overdue(self) -> bool:
         """Return whether the running call takes too long. Poll it; it is true only once per call."""

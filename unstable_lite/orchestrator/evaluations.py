@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.config.training import RunConfig
-from unstable_lite.dashboards.text_rows import shortened
+from unstable_lite.dashboards.text_rows import all_shortened
 from unstable_lite.errors import RequestError
 from unstable_lite.files import read_records
 from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised
@@ -104,15 +104,16 @@ class Evaluations:
         # Without a result it is not among the rows if others have one.
         rows = [row for row in parts.results() if evaluation is row.newest]
         (row,) = rows or result_rows([evaluation], config.eval_cells)
-        labels = [shortened(row_label(*cell, config.eval_cells)) for cell in config.eval_cells]
-        room = max(map(cell_len, ["opponent", *labels]))
+        labels = [row_label(*cell, config.eval_cells) for cell in config.eval_cells]
+        short = dict(zip(labels, all_shortened(labels), strict=True))
+        room = max(map(cell_len, ["opponent", *short.values()]))
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
         form = f"{{:<{of_when}}}  {{}}  {{:<{of_value}}}  {{}}"
         if (value := row.newest.value_name) not in self._headers:
             self._headers.add(value)
             say(form.format("when", "opponent".ljust(room), f"{value} (95 %)", "change"))
         result = f"{evaluation.value_text} ({evaluation.interval_text})" if evaluation.n else "no result"
-        say(form.format(when, set_cell_size(shortened(row.label), room), result, row.change_text))
+        say(form.format(when, set_cell_size(short[row.label], room), result, row.change_text))
         for remark in (*evaluation.remarks, *filter(None, [evaluation.utility_text])):
             say(f"{when}  {row.label}: {remark}")
 

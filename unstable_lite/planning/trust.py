@@ -78,13 +78,14 @@ def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (key with its sections, value, remark) for each entry that is not plain data, unknown keys included."""
     for key, value in _entries("", content):
         last, is_text = key.rpartition(".")[2], isinstance(value, str)
+        is_data = _IS_DATA.get(key) or _IS_DATA.get(last)
         if is_text and key in _URL_KEYS:
             if variable := _key_sent_to(value):
                 yield key, value, f" ({variable} is sent there)"
         elif last == "trust_remote_code" or (is_text and key.startswith("engine.options.")):
             if value:
                 yield key, value, ""
-        elif is_text and ":" in value and not (last in _IS_DATA and _IS_DATA[last](value)):
+        elif is_text and ":" in value and not (is_data and is_data(value)):
             yield key, value, ""
 
 
@@ -106,13 +107,14 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 _IS_DATA: dict[str, Callable[[str], bool]] = {
     "model_name": BUILTIN.__contains__,
-    "kl_reference": lambda value: value.startswith("stage:"),
+    "learner.kl_reference": lambda value: value.startswith("stage:"),
     **dict.fromkeys(("env_id", "weights"), is_built_in),
     **dict.fromkeys(
-        ("fixed_opponent", "fixed_opponents", "players", "imitate"), lambda name: parse_player(name).kind != "class"
+        ("fixed_opponent", "fixed_opponents", "sft.players", "sft.imitate"),
+        lambda name: parse_player(name).kind != "class",
     ),
 }
-"""Tests of values with a colon, by the last part of the key: one that passes is data, every other one names code."""
+"""Tests of values with a colon, by the key or its last part: one that passes is data, every other one names code."""
 
 
 def _key_sent_to(url: str) -> str | None:

@@ -54,6 +54,8 @@ OPEN = {"env_kwargs", "options"}
 name `module:Class`, are one, too."""
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS")
 """Parts of the names of environment variables whose values are never published."""
+CHOSEN = re.compile(r"newest|best|linear|ckpt-[\d,]+")
+"""Last parts of a player's path that choose among a run's checkpoints."""
 CREDENTIAL = re.compile(
     r"\bhf_[A-Za-z0-9]{10,}|\b[srp]k-[\w-]{10,}|\bgh[pousr]_\w{20,}|\b(?:github_pat_|glpat-|xox[a-z]-|AIza)[\w-]{20,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY|://[^\s/@\"']+@"
@@ -240,13 +242,15 @@ def _public(key: str, value: Any, left_out: list[str] | None) -> Any:
 
 
 def _without_directories(text: str) -> str:
-    """Return a value without the directories of a path in it: the last part of a local path, or two parts of a run's.
+    """Return a value without the directories of a path in it: a run's name and the choice among its checkpoints stay.
 
     The path may follow `adapter:`, `run:`, `average:` or `questions:`.
     """
     word, _, path = text.partition(":")
     if parse_player(text).has_adapter or content_file(text):
-        return f"{word}:{'/'.join(Path(path).parts[-2 if word == 'run' else -1 :])}"
+        parts = Path(path).parts
+        of_run = sum(CHOSEN.fullmatch(part) is not None for part in parts[-2:]) if word in ("run", "average") else 0
+        return f"{word}:{'/'.join(parts[-1 - of_run :])}"
     return Path(text).name if text.startswith(("/", "~", "./", "../")) and "\n" not in text else text
 
 

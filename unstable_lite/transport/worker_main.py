@@ -84,7 +84,6 @@ class WorkerSocket:
 
     def send(self, *messages: Message) -> None:
         """Send `messages` in one frame, without blocking."""
-        gc.enable()  # the first message is `Ready`, see `run_worker`
         if messages:
             self.send_frame(encode(messages))
 
@@ -102,7 +101,6 @@ def run_worker(module: str) -> None:
     The guard comes before the import, because importing takes long. An exception is sent and logged; the exit code is
     then 1.
     """
-    gc.disable()  # the objects of a start stay; searching them for garbage was a third of a learner's imports
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
     faulthandler.register(DUMP_STACKS, all_threads=True)
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # a batch system sends them to all processes of a job
@@ -110,7 +108,10 @@ def run_worker(module: str) -> None:
     threading.Thread(target=_exit_when_orphaned, daemon=True).start()
     socket = WorkerSocket(spec.endpoint, spec.identity or spec.name)
     try:
-        importlib.import_module(module).main(spec, socket)
+        gc.disable()  # imports stay; searching them for garbage was a third of a learner's imports
+        main = importlib.import_module(module).main
+        gc.enable()
+        main(spec, socket)
     except Exception as error:
         with contextlib.suppress(OSError):  # the log may be on a full disk
             traceback.print_exc()

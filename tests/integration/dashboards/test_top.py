@@ -27,7 +27,7 @@ from fakes import shown_runs
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.dashboards.league import Result
 from unstable_lite.dashboards.run_directory import RunDirectory
-from unstable_lite.dashboards.text_rows import sparkline
+from unstable_lite.dashboards.text_rows import all_shortened, sparkline
 from unstable_lite.dashboards.top import MachineLoad, draw
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.orchestrator.workers import environment
@@ -276,6 +276,12 @@ def test_run_that_has_not_begun_or_lost_its_files_is_shown(directory: Path) -> N
         assert not view.live or view.is_running
         assert len(frame(view, 80, 24)) == 24
     assert "killed" in frame(view, 80, 24)[1]
+
+
+def test_long_labels_keep_indent_and_ends_unless_two_would_be_alike() -> None:
+    first, second = (f"  openspiel:nim(pile_sizes={pile};2;3;4;5), scripted:random" for pile in (1, 2))
+    assert all_shortened([first, "base"]) == ["  openspiel:ni…scripted:random", "base"]
+    assert all_shortened([first, second]) == [first, second]
 
 
 def test_sparkline_holds_the_whole_run_in_means_and_marks_spikes() -> None:

@@ -19,7 +19,6 @@ def model(tmp_path: Path) -> Path:
     return path.parent
 
 
-@pytest.mark.nightly
 def test_check_model_compares_names_without_weights(model: Path, tmp_path: Path) -> None:
     code, out, err = runs.run("check", runs.write_small(tmp_path), "--model", f"model_name={model}")
     assert (code, "can run" in out) == (1, False)

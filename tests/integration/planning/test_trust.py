@@ -33,7 +33,7 @@ def write_run(tmp_path: Path, text: str) -> Path:
     """Write a run directory as another person might send it."""
     directory = tmp_path / "theirs"
     (directory / "checkpoints").mkdir(parents=True)
-    small = runs.write_small(tmp_path).read_text()
+    small = runs.write_small(tmp_path).read_text().replace("[learner]", '[learner]\nkl_reference = "stage:16"')
     (directory / "config.toml").write_text(f"{small}\n{text}" if text.lstrip().startswith("[") else f"{text}\n{small}")
     return directory
 
@@ -98,6 +98,9 @@ def test_changed_or_foreign_config_is_refused(tmp_path: Path, monkeypatch: pytes
         ('[[eval_envs]]\nfixed_opponent = "evil:Player"', "eval_envs.fixed_opponent = 'evil:Player'"),
         ('[rewards]\nstep = [{"evil:transform" = {}}]', "rewards.step = 'evil:transform'"),
         ('[new]\nkey = [["evil:thing"]]', "new.key = 'evil:thing'"),
+        ('[new]\nplayers = ["run:x"]', "new.players = 'run:x'"),
+        ('[sft]\nplayers = ["evil:Player"]', "sft.players = 'evil:Player'"),
+        ('[new]\nweights = { "evil:Env" = 1 }', "new.weights = 'evil:Env'"),
         ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1'"),
         ('[engine.options]\nworker_cls = "evil.Worker"', "engine.options.worker_cls = 'evil.Worker'"),
         ('[engine.options.compilation_config]\nbackend = "evil.f"', "compilation_config.backend = 'evil.f'"),
@@ -137,7 +140,6 @@ env_id = "Nim-v0-train"
 fixed_opponents = ["adapter:Other", "base"]
 [sft]
 players = ["adapter:other", "vendor/model:free", "scripted:mcts:10"]
-kl_reference = "stage:16"
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent

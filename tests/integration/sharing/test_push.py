@@ -42,7 +42,8 @@ def run(tmp_path: Path) -> Path:
             checkpoint, fitting("builtin:tiny", number), base=packaged, target_modules=["q_proj", "down_proj"]
         )
     text = runs.write_small(tmp_path / "secret-place").read_text()
-    text = text.replace('"scripted:random"]', f'"scripted:random", "run:{directory}/ckpt-4", "average:{directory}"]')
+    frozen = f'"scripted:random", "run:{directory}/ckpt-4", "average:{directory}/linear/ckpt-4,5"]'
+    text = text.replace('"scripted:random"]', frozen)
     text += f'[opponents]\nbase_url = "http://{"secret-host"}/v1"\n[tracker]\nwandb_project = "secret-project"\n'
     (directory / "config.toml").write_text(text)
     lines = [evaluation(0, 0.48), evaluation(1, 0.6), evaluation(2, 0.87)]
@@ -89,6 +90,7 @@ def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_pa
     config, problems = parse_config(tomllib.loads((folder / "config.toml").read_text()))
     assert config is not None and not problems
     assert config.model_name == "builtin:tiny" and config.engine.max_generation_len == 12
+    assert "run:mine/ckpt-4" in repr(config) and "average:mine/linear/ckpt-4,5" in repr(config)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "builtin:tiny"
     for file in folder.iterdir():
         content = file.read_bytes()

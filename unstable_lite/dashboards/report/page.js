@@ -353,8 +353,9 @@ class Browser {
     this.numShown = Math.max(this.numShown, this.found.indexOf(game) + PAGE);
     this.list();
     this.reveal();
-    const whole = JSON.parse(await unpacked(`games-${game.part}`))[game.place];
+    if (this.part !== game.part) [this.wholes, this.part] = [JSON.parse(await unpacked(`games-${game.part}`)), game.part];
     if (this.current !== game) return;
+    const whole = this.wholes[game.place];
     this.whole = whole;
     this.turn = Math.max(0, Math.min(turn, whole.turns.length - 1));
     this.show(isNamed);
