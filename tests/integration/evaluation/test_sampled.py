@@ -160,7 +160,8 @@ def by_step(directory: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("async", marks=pytest.mark.nightly), "sync"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["async", "sync"])
 def test_run_estimates_beside_training_and_a_stopped_one_when_it_resumes(tmp_path: Path, schedule: str) -> None:
     """The resumed run equals an uninterrupted one if its schedule is sync."""
     found = []

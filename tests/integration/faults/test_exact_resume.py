@@ -117,6 +117,7 @@ def test_resumed_sync_run_plays_the_same_branches_of_isolated_games(tmp_path: Pa
     assert max(line.get("run/branched_games", 0) for line in run_files.metrics(broken)) > 0
 
 
+@pytest.mark.nightly
 def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
     broken = whole_and_resumed(tmp_path, DUPLICATES)
     seats: dict[tuple[int, str], list[int]] = {}

@@ -193,6 +193,7 @@ async def test_failing_call_says_why_and_a_death_loses_the_other_games_of_its_pr
     assert [getattr(one, "reason", one) for one in ended] == [later or None, *[None] * (len(steps) - 1)]
 
 
+@pytest.mark.nightly
 async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     made = await asyncio.gather(*(environments.make(game("Nim-v0-train", 2, seed)) for seed in range(4)))
     with pytest.raises(TimeoutError):
@@ -203,6 +204,7 @@ async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     assert reasons(ended) == ["", "env_lost", ""]
 
 
+@pytest.mark.nightly
 async def test_processes_start_late_get_one_key_and_blame_no_game_if_they_die_between_calls(
     unstarted: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

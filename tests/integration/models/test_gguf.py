@@ -149,6 +149,7 @@ def test_every_command_accepts_the_file_as_any_model(
     assert len(left_in(filled_cache)) == 1
 
 
+@pytest.mark.nightly
 def test_changed_file_is_another_model_and_a_report_converts_nothing(
     whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
