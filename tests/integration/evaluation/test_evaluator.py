@@ -305,6 +305,7 @@ async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Pa
 TIC_TAC_TOE, NIM_1_2 = "openspiel:tic_tac_toe", "openspiel:nim(is_misere=False,pile_sizes=1;2)"
 
 
+@pytest.mark.nightly
 async def test_ladder_rates_models_the_base_and_random_against_playouts(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1", "scripted:mcts:100"]
     done = await evaluated(ones, tmp_path / "out", games=2, ladder=True, envs=[TIC_TAC_TOE, NIM_1_2])

@@ -21,6 +21,7 @@ from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.planning.memory import shape_of
 
 WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
+pytestmark = pytest.mark.nightly
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 
 
@@ -96,7 +97,6 @@ def left_in(cache: Path) -> list[Path]:
     return [*cache.glob("unstable_lite/gguf/*"), *cache.glob("unstable_lite/gguf/.*")]
 
 
-@pytest.mark.nightly
 def test_converted_model_is_the_one_in_the_file(
     whole_file: Path, filled_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +120,6 @@ def test_converted_model_is_the_one_in_the_file(
         assert torch.equal(weight, torch.from_numpy(tensors[name].copy()).to(torch.bfloat16))
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_command_accepts_the_file_as_any_model(
     whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +148,6 @@ def test_every_command_accepts_the_file_as_any_model(
     assert len(left_in(filled_cache)) == 1
 
 
-@pytest.mark.nightly
 def test_changed_file_is_another_model_and_a_report_converts_nothing(
     whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +216,6 @@ def test_truncated_file_and_lengths_beyond_the_file_give_one_message(
     assert left_in(cache) == []
 
 
-@pytest.mark.nightly
 def test_missing_weight_is_named(cache: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "holes.gguf", without="blk.1.ffn_up.weight")
     with pytest.raises(ModelError, match=r"missing.*layers\.1\.mlp\.up_proj"):
@@ -226,7 +223,6 @@ def test_missing_weight_is_named(cache: Path, tmp_path: Path) -> None:
     assert left_in(cache) == []
 
 
-@pytest.mark.nightly
 def test_unsupported_architecture_gives_one_message_in_check(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     write_gguf(path, architecture="oddly")

@@ -240,6 +240,7 @@ def test_evaluation_on_a_cpu_needs_no_memory_for_a_learner(
     assert evaluation_plan(tmp_path, "Qwen/Qwen3-1.7B")
 
 
+@pytest.mark.nightly
 async def test_engines_of_one_gpu_start_one_after_the_other(
     gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def log_of(run: Path) -> str:
     return (run / "logs" / "orchestrator.log").read_text()
 
 
+@pytest.mark.nightly
 def test_checkpoints_return_slots_suffice_and_files_stay(finished: Path) -> None:
     last = run_files.updates(finished)[-1]
     assert last["step"] == 8

@@ -113,6 +113,7 @@ def test_wandb_that_cannot_be_used_is_one_message(
     assert all(remedy in message for remedy in ("wandb login", "WANDB_MODE=offline", 'tracker.wandb_project=""'))
 
 
+@pytest.mark.nightly
 def test_damaged_identity_is_one_message_and_names_the_file(finished_run: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(finished_run, tmp_path / "run", symlinks=True)
     (directory / IDENTITY).write_text('{"project": 7}')
