@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from unstable_lite.adapters.frozen import drawn_member, members
 from unstable_lite.config.env_ids import content_file
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec, parse_player
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
@@ -31,6 +31,10 @@ GAMES = 256
 """Number of games in the running mean of the steps of a kind of game."""
 
 STATE = ("kind", "update", "state_dict", "load_state_dict")
+
+
+def _any_model(_model: ModelRef) -> bool:
+    return True
 
 
 @from_reference(unused={"logging_dir"})
@@ -84,7 +88,7 @@ class GameScheduler:
     def _named_samplers(self) -> dict[str, BaseModelSampler | BaseEnvSampler]:
         return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler}
 
-    def next_train_job(self, can_play: Callable[[ModelRef], bool] = lambda _model: True) -> GameSpec:
+    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _any_model) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
         An opponent that cannot play now is drawn again. Raises OpponentError if no opponent that can is found.
@@ -120,7 +124,7 @@ class GameScheduler:
         fewest = min(mean for _, mean in self._steps_of.values())
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
-    def next_train_group(self, can_play: Callable[[ModelRef], bool] = lambda _model: True) -> list[GameSpec]:
+    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _any_model) -> list[GameSpec]:
         """Return `group_size` games that differ only in their number, and so in the actions that models sample.
 
         If groups rotate, they are one deal, and the models sit one seat further in each game.
@@ -139,7 +143,7 @@ class GameScheduler:
         spec: EvalEnvSpec | None = None,
         model: ModelRef | None = None,
         label: str | None = None,
-        can_play: Callable[[ModelRef], bool] = lambda _model: True,
+        can_play: Callable[[ModelRef], bool] = _any_model,
         number: int | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.
@@ -296,7 +300,7 @@ def new_game(
 
 def _drawn(model: ModelRef, seed: int) -> ModelRef:
     """Return the model with its adapter in the game of this seed, which is drawn for an average."""
-    if model.adapter_version is None or model.name is None:
+    if model.adapter_version is None or model.name is None or parse_player(model.name).kind != "average":
         return model
     number = drawn_member([*members(model.name).values()], seed, model.name)
     return replace(model, adapter_version=model.adapter_version + number)

@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from unstable_lite.adapters.frozen import NEWEST, find_adapter
+from unstable_lite.adapters.frozen import BEST, NEWEST, find_adapter
 from unstable_lite.adapters.peft_files import CONFIG as ADAPTER_CONFIG
 from unstable_lite.adapters.peft_files import WEIGHTS, read_json
 from unstable_lite.config.env_ids import content_file
@@ -54,7 +54,7 @@ OPEN = {"env_kwargs", "options"}
 name `module:Class`, are one, too."""
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS")
 """Parts of the names of environment variables whose values are never published."""
-CHOSEN = re.compile(r"newest|best|linear|ckpt-[\d,]+")
+CHOSEN = re.compile(rf"{NEWEST}|{BEST}|linear|ckpt-[\d,]+")
 """Last parts of a player's path that choose among a run's checkpoints."""
 CREDENTIAL = re.compile(
     r"\bhf_[A-Za-z0-9]{10,}|\b[srp]k-[\w-]{10,}|\bgh[pousr]_\w{20,}|\b(?:github_pat_|glpat-|xox[a-z]-|AIza)[\w-]{20,}"

@@ -39,8 +39,10 @@ RUNS = f"*/*/{CONFIG}"
 """Configs of the runs in an output directory."""
 VERSIONS, QUESTIONS = "versions.json", "questions"
 """File in the run directory, and the key in it for the SHA-256 of each file of questions."""
-LIVE, LIVE_EVERY_S = "live.json", 2.0
-"""File in the run directory with the state of a run in progress, and the time between two states."""
+LIVE = "live.json"
+"""File in the run directory with the state of a run in progress."""
+LIVE_EVERY_S = 2.0
+"""Time between two of these states."""
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
 

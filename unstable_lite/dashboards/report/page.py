@@ -110,10 +110,11 @@ def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any
     runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
     titles = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
     ladders = {title: lines for title, lines in titles.items() if lines}
-    caps = [run.config.get("learner", {}).get("importance_weight_cap") for run in runs]
     return {
         "groups": [group.label for group in groups],
-        "runs": [{"label": run.label, "cap": cap} for run, cap in zip(runs, caps, strict=True)],
+        "runs": [
+            {"label": run.label, "cap": run.config.get("learner", {}).get("importance_weight_cap")} for run in runs
+        ],
         "sections": sections(runs, curves),
         "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
         "curves": curves | ladders,
