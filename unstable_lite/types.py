@@ -74,6 +74,11 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     """Name of an opponent in a config: `scripted:random`, a model at an OpenAI-compatible endpoint, a frozen player."""
 
+    @property
+    def policy(self) -> str:
+        """Name of the policy whose checkpoint it is: `exploiter` for `exploiter/ckpt-12`, else ""."""
+        return self.uid.rpartition("/")[0] if self.kind == "checkpoint" else ""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of the seats that engines serve; None: the value of the config's section `engine`."""

@@ -6,7 +6,8 @@ keyword names of `build()` without renaming them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -18,11 +19,13 @@ from unstable_lite.config.training import (
     EngineConfig,
     LearnerConfig,
     LoraConfig,
+    PolicyConfig,
     RewardConfig,
     RunConfig,
     SftConfig,
 )
 from unstable_lite.plugins import name_of
+from unstable_lite.rng import derive_seed
 
 
 class Config(Section):
@@ -46,6 +49,7 @@ class Config(Section):
     alarms: AlarmsConfig = AlarmsConfig()
     templates: dict[str, TemplateConfig] = {}  # noqa: RUF012 (pydantic copies it)
     sft: SftConfig = SftConfig()
+    policies: dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,31}$")], PolicyConfig] = {}  # noqa: RUF012
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
 
@@ -82,3 +86,29 @@ class Config(Section):
     def plays_duplicates(self) -> bool:
         """Whether the games of a group are one deal with the policy at each seat in turn."""
         return self.group_baseline == "duplicate"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each policy's share of the updates, by its name; the only policy of a run has the name ""."""
+        given = {name: policy.share for name, policy in self.policies.items()}
+        left, num_open = 1 - sum(filter(None, given.values())), [*given.values()].count(None)
+        return {name: share or left / num_open for name, share in given.items()} or {"": 1.0}
+
+    def of_policy(self, name: str) -> Config:
+        """Return the config of one policy, as if a run had no other; only its seed and number of updates differ.
+
+        Raises KeyError if there is no such policy.
+        """
+        if not self.policies:
+            return self
+        policy, opponents = self.policies[name], self.league.opponent_sampling_strategy
+        return self.changed(
+            policies={},
+            algorithm=policy.algorithm or self.algorithm,
+            learner=policy.learner,
+            league={"opponent_sampling_strategy": opponents if policy.opponents is None else policy.opponents},
+            run={
+                "seed": derive_seed(self.run.seed, "policy", name),
+                "learning_steps": math.ceil(self.shares[name] * self.run.learning_steps),
+            },
+        )

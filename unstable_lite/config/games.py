@@ -23,9 +23,9 @@ _CUSTOM_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 class PlayerName(NamedTuple):
     """A player's name, as configs and commands give it, taken apart; docs/opponents.md lists the players."""
 
-    kind: Literal["base", "adapter", "run", "average", "scripted", "class", "remote"]
+    kind: Literal["base", "adapter", "run", "average", "policy", "scripted", "class", "remote"]
     rest: str
-    """Text after `adapter:`, `run:`, `average:` or `scripted:`; for the other kinds the whole name."""
+    """Text after `adapter:`, `run:`, `average:`, `policy:` or `scripted:`; for the other kinds the whole name."""
 
     @property
     def has_adapter(self) -> bool:
@@ -41,7 +41,7 @@ def parse_player(name: str) -> PlayerName:
     """Take a player's name apart; every name is one. The words before a colon here are no modules of players."""
     word, colon, rest = name.partition(":")
     match word:
-        case "adapter" | "run" | "average" | "scripted" if colon:
+        case "adapter" | "run" | "average" | "policy" | "scripted" if colon:
             return PlayerName(word, rest)
     return PlayerName("base" if name == BASE else "class" if _CUSTOM_CLASS.fullmatch(name) else "remote", name)
 
@@ -132,6 +132,9 @@ class TrainEnvSpec(EnvSpec):
     """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
     fixed_opponents: tuple[str, ...] | None = None
     """Fixed opponents in this env. Default: `league.fixed_opponents`."""
+    seats: tuple[str, ...] | None = None
+    """Name of the policy at each seat, for games of roles in a run with `[policies]`. Default: the policy that a game
+    is played for has `num_actors` random seats."""
 
 
 INHERITED = (
