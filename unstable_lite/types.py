@@ -48,6 +48,16 @@ INITIAL = "initial"
 """Uid of the policy before the first update, if training starts from an adapter."""
 
 
+def policy_of(uid: str) -> str:
+    """Return the name of the policy whose checkpoint has this uid."""
+    return uid.rpartition("/")[0]
+
+
+def uid_of(policy: str, name: str) -> str:
+    """Return the uid of a policy's checkpoint, which is its name alone if the run has no other policy."""
+    return f"{policy}/{name}" if policy else name
+
+
 @functools.cache
 def number_format(array_type: Any) -> np.dtype[Any]:
     """Return the little-endian number format of an array type such as `TokenIds`. Raises TypeError for another type.
@@ -76,8 +86,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> str:
-        """Name of the policy whose checkpoint it is: `exploiter` for `exploiter/ckpt-12`, else ""."""
-        return self.uid.rpartition("/")[0] if self.kind == "checkpoint" else ""
+        """Name of the policy whose checkpoint it is: `exploiter` for `exploiter/ckpt-12`; "" for the only one."""
+        return policy_of(self.uid) if self.kind == "checkpoint" else ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

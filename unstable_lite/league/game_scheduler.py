@@ -23,7 +23,7 @@ from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler, tell_result
 from unstable_lite.plugins import interface_problems, lasting
 from unstable_lite.rng import derive_seed, game_seed, question_seed, restore, state_of
-from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, ModelRef, uid_of
 
 DRAWS = 20
 """Most opponents drawn for one seat until one can play, and most games drawn until one is kept by its steps."""
@@ -49,12 +49,14 @@ class GameScheduler:
         group_size: int = 1,
         shares_by: Literal["games", "steps"] = "games",
         rotates_groups: bool = False,
+        other_samplers: Sequence[BaseModelSampler] = (),
     ) -> None:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game. Raises ConfigError for a sampler
-        that lacks a part of the interface of `BaseModelSampler` or `BaseEnvSampler`.
+        rotates_groups: whether the models of a group change seats from game to game. other_samplers: those of the other
+        policies that learn, each with its view of the registry. Raises ConfigError for a sampler that lacks a part of
+        the interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
         problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
         problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))
@@ -62,6 +64,9 @@ class GameScheduler:
             raise ConfigError(*problems)
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
+        policies = (getattr(sampler.registry, "policy", "") for sampler in (model_sampler, *other_samplers))
+        self._samplers = dict(zip(policies, (model_sampler, *other_samplers), strict=True))
+        """Sampler of each policy's opponents, by the policy's name."""
         self._env_sampler = env_sampler
         self._run_seed = run_seed
         self._group_size = group_size
@@ -86,32 +91,50 @@ class GameScheduler:
 
     @property
     def _named_samplers(self) -> dict[str, BaseModelSampler | BaseEnvSampler]:
-        return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler}
+        others = {f"model_sampler/{name}": s for name, s in self._samplers.items() if s is not self._model_sampler}
+        return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler, **others}
 
-    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _any_model) -> GameSpec:
+    def next_train_job(
+        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
+    ) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
         An opponent that cannot play now is drawn again. Raises OpponentError if no opponent that can is found.
+
+        wanting: policies that take more steps, in the order of their need; None: all. The game is played for the first
+        of them that may play in its env, and is trained on by those at its seats.
         """
         can_play = cache(can_play)  # one answer for all seats of a game, because only one game may try a paused model
+        wanting = list(self._samplers) if wanting is None else wanting
         for _ in range(DRAWS):
-            env, models = self._draw(can_play)
-            # If the sampled opponent is the current policy itself, its turns are trained on too.
-            trained = [pid for pid, model in enumerate(models) if model == self.registry.current]
-            opponents = [model for model in models if model != self.registry.current]
+            env, models = self._draw(can_play, wanting)
+            # If a sampled opponent is a current policy itself, its turns are trained on too.
+            trained = [pid for pid, model in enumerate(models) if model.policy in wanting and self._is_current(model)]
+            opponents = [model for pid, model in enumerate(models) if pid not in trained]
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
         seed = game_seed(self._run_seed, "train", self._games["train"])
         return new_game(env, models, self._next_idx("train"), "train", seed, trained)
 
-    def _draw(self, can_play: Callable[[ModelRef], bool]) -> tuple[TrainEnvSpec, list[ModelRef]]:
+    def _is_current(self, model: ModelRef) -> bool:
+        return model == self._samplers[model.policy].registry.current
+
+    def _draw(
+        self, can_play: Callable[[ModelRef], bool], wanting: Sequence[str]
+    ) -> tuple[TrainEnvSpec, list[ModelRef]]:
         """Return an env and the models at its seats."""
         env = self._env_sampler.sample("train")
-        pids = list(range(env.num_players))
+        for _ in range(DRAWS):
+            if env.seats is None or not set(env.seats).isdisjoint(wanting):
+                break
+            env = self._env_sampler.sample("train")
+        if env.seats is not None:
+            return env, [self._samplers[name].registry.current for name in env.seats]
+        sampler, pids = self._samplers[wanting[0]], list(range(env.num_players))
         self._rng.shuffle(pids)
-        models = [self.registry.current] * env.num_players
+        models = [sampler.registry.current] * env.num_players
         for pid in pids[env.num_actors :]:
-            models[pid] = self._sample_opponent(env.env_id, can_play)
+            models[pid] = _sample_opponent(sampler, env.env_id, can_play)
         return env, models
 
     def _is_kept(self, kind: str) -> bool:
@@ -124,12 +147,14 @@ class GameScheduler:
         fewest = min(mean for _, mean in self._steps_of.values())
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
-    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _any_model) -> list[GameSpec]:
+    def next_train_group(
+        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
+    ) -> list[GameSpec]:
         """Return `group_size` games that differ only in their number, and so in the actions that models sample.
 
         If groups rotate, they are one deal, and the models sit one seat further in each game.
         """
-        first = self.next_train_job(can_play)
+        first = self.next_train_job(can_play, wanting)
         group = [first if self._group_size == 1 else replace(first, group_idx=first.game_idx)]
         for number in range(1, self._group_size):
             agents, n = first.agent_specs, first.num_players
@@ -145,8 +170,11 @@ class GameScheduler:
         label: str | None = None,
         can_play: Callable[[ModelRef], bool] = _any_model,
         number: int | None = None,
+        policy: str | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.
+
+        policy: name of the policy whose current checkpoint plays if no model is given; None: the first one.
 
         The seat rotates separately for each model, env and label. Without `spec`, an env whose opponent cannot play now
         is drawn again; raises OpponentError if no opponent that can is found.
@@ -154,8 +182,9 @@ class GameScheduler:
         `number`: number of the game within an evaluation with a quota. It determines seat and seed, each seed is played
         from every seat, and all evaluations of an env play the same seeds, so that they can be compared in pairs.
         """
-        env = spec or self._sample_eval_env(can_play)
-        subject = "current" if model is None else model.uid
+        env = spec or self._sample_eval_env(can_play, policy)
+        registry = self.registry if policy is None else self._samplers[policy].registry
+        subject = uid_of(policy or "", "current") if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.opponent} {label}"
         count = self._eval_games_of[key] if number is None else number
         seat = count % env.num_players
@@ -166,28 +195,19 @@ class GameScheduler:
             seed = game_seed(of_quota, "eval", number // env.num_players)
         if content_file(env.env_id):
             seed = question_seed(count)
-        models = [model or self.registry.current]
+        models = [model or registry.current]
         if env.num_players > 1:
             opponent = self.registry.eval_opponent(env.fixed_opponent)
             models = [models[0] if pid == seat else opponent for pid in range(env.num_players)]
         return new_game(env, models, self._next_idx("eval"), "eval", seed, label=label)
 
-    def _sample_opponent(self, env_id: str, can_play: Callable[[ModelRef], bool]) -> ModelRef:
-        for _ in range(DRAWS):
-            opponent = self._model_sampler.sample_opponent(env_id)
-            if not isinstance(opponent, ModelRef):
-                raise ConfigError(
-                    f"{self._model_sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a "
-                    "model of its registry"
-                )
-            if can_play(opponent):
-                return opponent
-        raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
-
-    def _sample_eval_env(self, can_play: Callable[[ModelRef], bool]) -> EvalEnvSpec:
+    def _sample_eval_env(self, can_play: Callable[[ModelRef], bool], policy: str | None) -> EvalEnvSpec:
         for _ in range(DRAWS):
             env = self._env_sampler.sample("eval")
-            if env.num_players == 1 or can_play(self.registry.eval_opponent(env.fixed_opponent)):
+            if env.num_players == 1:
+                return env
+            is_itself = policy is not None and env.fixed_opponent == f"policy:{policy}"
+            if not is_itself and can_play(self.registry.eval_opponent(env.fixed_opponent)):
                 return env
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 
@@ -210,8 +230,10 @@ class GameScheduler:
         teams = record.teams or {}
         tell_result(self.registry.update_ratings, uids, record.rewards, spec.env_id, teams=record.teams)
         if spec.kind == "train":  # evaluations may sample otherwise, and 400 games would replace a sampler's memory
-            tell_result(self._model_sampler.update, uids, record.rewards, spec.env_id, teams=record.teams)
             trained = [agent.pid for agent in spec.agent_specs if agent.collect_data]
+            for policy in {agent.model.policy: None for agent in spec.agent_specs if agent.collect_data}:
+                update = self._samplers[policy].update
+                tell_result(update, uids, record.rewards, spec.env_id, teams=record.teams)
             own = {teams.get(pid, pid) for pid in trained}
             actors = [record.rewards[pid] for pid in trained]
             opponents = [record.rewards[pid] for pid in uids if teams.get(pid, pid) not in own]
@@ -259,6 +281,19 @@ class GameScheduler:
         self._games[kind] += 1
         self._in_flight.add(game_idx)
         return game_idx
+
+
+def _sample_opponent(sampler: BaseModelSampler, env_id: str, can_play: Callable[[ModelRef], bool]) -> ModelRef:
+    for _ in range(DRAWS):
+        opponent = sampler.sample_opponent(env_id)
+        if not isinstance(opponent, ModelRef):
+            raise ConfigError(
+                f"{sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a model of its "
+                "registry"
+            )
+        if can_play(opponent):
+            return opponent
+    raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
 
 
 def new_game(

@@ -6,75 +6,34 @@ choice of opponents.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from itertools import combinations
 from operator import eq
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 import trueskill
+from msgspec.structs import replace
 
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION, members, update_of, with_members
 from unstable_lite.config.games import parse_player
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.ratings import Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
+from unstable_lite.league.ratings import ModelMeta, Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
 from unstable_lite.types import BASE, INITIAL, ModelRef
 
-
-@dataclass(slots=True, kw_only=True)
-class ModelMeta:
-    """Facts about one model."""
-
-    uid: str
-    kind: Literal["checkpoint", "fixed"]
-    adapter_version: int | None = None
-    """Adapter with which engines answer, 0 for the base; None for a fixed model that no engine serves."""
-    name: str | None = None
-    iteration: int | None = None
-    """Number of updates made when the checkpoint was made; None for a fixed model that was not added as one."""
-    active: bool = True
-    """Whether samplers may choose it as an opponent."""
-    env_ids: frozenset[str] | None = None
-    """Envs in which samplers may choose it; None: all."""
-    games: int = 0
-    """Number of all its games, mirror and single-player games included."""
-    wins: int = 0
-    """Number of wins; like `draws` and `losses`, only of games against other models, by rank."""
-    draws: int = 0
-    losses: int = 0
-    prior_mu: float = 25.0
-    ratings: dict[str, Rating] = field(default_factory=dict)
-    """Ratings by env id, for every env in which any two models were rated."""
-
-    @property
-    def rating(self) -> Rating:
-        """Mean rating over the envs, a pooled view for display; the prior before the first rated game."""
-        ratings = self.ratings.values()
-        if not ratings:
-            return Rating(self.prior_mu, trueskill.SIGMA)
-        sigma = math.sqrt(sum(rating.sigma**2 for rating in ratings)) / len(ratings)
-        return Rating(fmean(rating.mu for rating in ratings), sigma)
-
-    def rating_in(self, env_id: str) -> Rating:
-        """Return its rating in one env; the prior if it has none there."""
-        return self.ratings.get(env_id) or Rating(self.prior_mu, trueskill.SIGMA)
-
-    @property
-    def ref(self) -> ModelRef:
-        return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
-
+K, V = TypeVar("K"), TypeVar("V")
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
 """Fields of a fixed model that a state does not determine."""
-_CHECKPOINT = re.compile(rf"{BASE}|{INITIAL}|ckpt-\d+")
+_CHECKPOINT = re.compile(rf"{BASE}|(\w+/)?({INITIAL}|ckpt-\d+)")
 PRIOR_GAMES = 10
 """Number of imagined games added to the measured ones in an env's probability of a draw."""
 
@@ -83,11 +42,16 @@ PRIOR_GAMES = 10
 class ModelRegistry:
     """Models and ratings, initially only `base`; the current policy is the checkpoint added last.
 
+    If several policies learn, `of` returns the view of each, which shares everything except `current` and
+    `checkpoints`.
+
     Each env has separate ratings. TrueSkill only knows differences, and checkpoints are added all the time, so without
     a fixed point all ratings of an env drift together: the anchor of an env stays at its prior with σ = 0.
     """
 
-    def __init__(self, beta: float = 4.0) -> None:
+    def __init__(self, beta: float = 4.0, policy: str = "") -> None:
+        self.policy = policy
+        """Name of the policy whose view this is."""
         self._trueskill = trueskill.TrueSkill(beta=beta)
         self._envs: dict[str, None] = {}
         """Ids of the envs that have ratings."""
@@ -104,21 +68,31 @@ class ModelRegistry:
         """Models that may have changed since they were last logged, in this order."""
         self.touched_pairs: dict[tuple[str, str], None] = {}
         """Keys of `match_counts` that may have changed since they were last logged."""
-        self._current_uid = BASE
+        self._current_uids = {policy: BASE}
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
         """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
         self.match_results: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Wins, draws and losses of the first of two different models against the second, by sorted uids."""
-        self._next_frozen = FIRST_FROZEN_VERSION
-        """Id of the next frozen player's adapter."""
+        self._frozen: list[str] = []
+        """Names of the frozen players with an adapter, in the order of their ids."""
         self.add_policy(BASE, adapter_version=0, iteration=0)
+
+    def of(self, policy: str) -> ModelRegistry:
+        """Return the view of another policy."""
+        view = copy.copy(self)
+        view.policy = policy
+        return view
 
     @property
     def current(self) -> ModelRef:
-        return self._models[self._current_uid].ref
+        return self._models[self.get_current_ckpt()].ref
 
     def get_current_ckpt(self) -> str:
-        return self._current_uid
+        return self._current_uids.get(self.policy, BASE)
+
+    def is_current(self, uid: str) -> bool:
+        """Return whether it is the current checkpoint of any policy."""
+        return uid in self._current_uids.values()
 
     def get_all_models(self) -> dict[str, ModelMeta]:
         return dict(self._models)
@@ -130,11 +104,11 @@ class ModelRegistry:
         """Add the new current policy, which inherits its predecessor's μ and twice its σ, at most the prior's."""
         assert uid not in self._models, f"{uid} is already registered"
         ratings = self._inherited() if inherit and self._models else {}
-        self.touched[self._current_uid] = None  # it is no longer the current policy
+        self.touched[self.get_current_ckpt()] = None  # it is no longer the current policy
         self._register(
             ModelMeta(uid=uid, kind="checkpoint", adapter_version=adapter_version, iteration=iteration, ratings=ratings)
         )
-        self._current_uid = uid
+        self._current_uids[self.policy] = uid
         return self.current
 
     def add_checkpoint(self, uid: str, path: str | Path | None, iteration: int, inherit: bool = True) -> ModelRef:
@@ -183,7 +157,13 @@ class ModelRegistry:
         return meta.ref
 
     def eval_opponent(self, name: str) -> ModelRef:
-        """Return the fixed model of that name: rated in evaluations, never sampled."""
+        """Return the fixed model of that name: rated in evaluations, never sampled; or a policy's current checkpoint.
+
+        The latter has the name, too, which tells it from the policy that is evaluated.
+        """
+        player = parse_player(name)
+        if player.kind == "policy":
+            return replace(self.of(player.rest).current, name=name)
         return self.add_fixed(name, active=False)
 
     def frozen_adapters(self) -> list[ModelMeta]:
@@ -212,8 +192,8 @@ class ModelRegistry:
         self.set_active(uid, True)
 
     def checkpoints(self) -> list[ModelMeta]:
-        """Return the active checkpoints, oldest first."""
-        return list(self._checkpoints)
+        """Return the policy's active checkpoints, oldest first."""
+        return [meta for meta in self._checkpoints if meta.policy == self.policy]
 
     def fixed(self, env_id: str) -> list[ModelMeta]:
         """Return the fixed models that are active in an env, in the order of their registration."""
@@ -221,11 +201,12 @@ class ModelRegistry:
 
     def others(self, env_id: str) -> list[ModelMeta]:
         """Return every model that is active in an env except the current policy: checkpoints first, then fixed ones."""
-        return [*(meta for meta in self.checkpoints() if meta.uid != self._current_uid), *self.fixed(env_id)]
+        current = self.get_current_ckpt()
+        return [*(meta for meta in self.checkpoints() if meta.uid != current), *self.fixed(env_id)]
 
     def lag(self, uid: str) -> int:
         """Return the number of updates from checkpoint `uid` to the current policy."""
-        iterations = self._models[self._current_uid].iteration, self._models[uid].iteration
+        iterations = self._models[self.get_current_ckpt()].iteration, self._models[uid].iteration
         assert iterations[0] is not None and iterations[1] is not None, f"{uid} is not a checkpoint"
         return iterations[0] - iterations[1]
 
@@ -272,7 +253,7 @@ class ModelRegistry:
         """
         models, numbers = self._models.values(), {uid: number for number, uid in enumerate(self._models)}
         return {
-            "current": self._current_uid,
+            "current": self.get_current_ckpt(),
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
             "ratings": {env_id: [list(meta.ratings[env_id]) for meta in models] for env_id in self._envs},
             "draws": {env_id: list(counts) for env_id, counts in self._draws.items()},
@@ -288,19 +269,22 @@ class ModelRegistry:
         saved = _saved_models(state, configured)
         for meta in configured.values():
             meta.ratings.clear()
-        self._models = {meta.uid: meta for meta in saved}
-        self._models |= {uid: meta for uid, meta in configured.items() if uid not in self._models}
-        self._current_uid = self._models[state["current"]].uid
+        met = {(saved[a].uid, saved[b].uid): counts for a, b, *counts in state["match_counts"]}
+        models = {meta.uid: meta for meta in saved}
+        currents = {meta.policy: meta.uid for meta in saved if meta.kind == "checkpoint" and meta.policy}
+        # In place, because the views of other policies share all of these.
+        _replace(self._models, models | {uid: meta for uid, meta in configured.items() if uid not in models})
+        _replace(self._current_uids, currents | {self.policy: models[state["current"]].uid})
         self._list_active()
-        self._envs = dict.fromkeys([*state["ratings"], *self._anchors])
+        _replace(self._envs, dict.fromkeys([*state["ratings"], *self._anchors]))
         _start_ratings(self._models.values(), self._envs)
         self._fix_anchors()
-        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
-        met = {(saved[a].uid, saved[b].uid): counts for a, b, *counts in state["match_counts"]}
-        self.match_counts = defaultdict(int, {pair: count for pair, (count, *_) in met.items()})
+        _replace(self._draws, {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()})
+        _replace(self.match_counts, {pair: count for pair, (count, *_) in met.items()})
         # Mirror games have no results, and neither have checkpoints of earlier versions.
-        self.match_results = {pair: (of[1], of[2], of[3]) for pair, of in met.items() if len(of) > 1}
-        self.touched, self.touched_pairs = dict.fromkeys(self._models), dict.fromkeys(self.match_counts)
+        _replace(self.match_results, {pair: (of[1], of[2], of[3]) for pair, of in met.items() if len(of) > 1})
+        _replace(self.touched, dict.fromkeys(self._models))
+        _replace(self.touched_pairs, dict.fromkeys(self.match_counts))
 
     def _add_env(self, env_id: str) -> None:
         """Give every model a rating in this env."""
@@ -315,14 +299,15 @@ class ModelRegistry:
 
     def _inherited(self) -> dict[str, Rating]:
         """Return the ratings of the current policy with twice its σ, at most the prior's."""
-        ratings = self._models[self._current_uid].ratings
+        ratings = self._models[self.get_current_ckpt()].ratings
         return {env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in ratings.items()}
 
     def _frozen_version(self, name: str) -> int | None:
         """Return the id of its adapter (an average's others follow it); 0 for the base, None if no engine serves it."""
         if not parse_player(name).has_adapter:
             return 0 if name == BASE else None
-        first, self._next_frozen = self._next_frozen, self._next_frozen + len(members(name))
+        first = FIRST_FROZEN_VERSION + len(self._frozen)
+        self._frozen += members(name)
         return first
 
     def _register(self, meta: ModelMeta) -> None:
@@ -333,8 +318,8 @@ class ModelRegistry:
 
     def _list_active(self) -> None:
         active = [meta for meta in self._models.values() if meta.active]
-        self._checkpoints = [meta for meta in active if meta.kind == "checkpoint"]
-        self._fixed = [meta for meta in active if meta.kind == "fixed"]
+        self._checkpoints[:] = [meta for meta in active if meta.kind == "checkpoint"]
+        self._fixed[:] = [meta for meta in active if meta.kind == "fixed"]
 
     def _count_outcomes(self, sides: Sequence[Side], places: Mapping[str, tuple[int, float]]) -> None:
         best, is_shared = sides[0].place, sides[0].place == sides[1].place
@@ -368,6 +353,11 @@ class ModelRegistry:
         for uid, rating in after.items():
             if uid != self._anchors.get(env_id):
                 self._models[uid].ratings[env_id] = rating
+
+
+def _replace(old: dict[K, V], new: Mapping[K, V]) -> None:
+    old.clear()
+    old.update(new)
 
 
 def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Arithmetic of ratings: the rating of a model, sides from scores and teams, and TrueSkill's step for two players."""
+"""Facts about one model, sides from scores and teams, and TrueSkill's step for two players."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import trueskill
+
+from unstable_lite.types import ModelRef
 
 Teams = Mapping[int, Hashable] | None
 """Label of each seat's team; None: there are none."""
@@ -22,6 +25,54 @@ LEAST_SIGMA = 1e-3
 class Rating(NamedTuple):
     mu: float
     sigma: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelMeta:
+    """Facts about one model."""
+
+    uid: str
+    kind: Literal["checkpoint", "fixed"]
+    adapter_version: int | None = None
+    """Adapter with which engines answer, 0 for the base; None for a fixed model that no engine serves."""
+    name: str | None = None
+    iteration: int | None = None
+    """Number of updates made when the checkpoint was made; None for a fixed model that was not added as one."""
+    active: bool = True
+    """Whether samplers may choose it as an opponent."""
+    env_ids: frozenset[str] | None = None
+    """Envs in which samplers may choose it; None: all."""
+    games: int = 0
+    """Number of all its games, mirror and single-player games included."""
+    wins: int = 0
+    """Number of wins; like `draws` and `losses`, only of games against other models, by rank."""
+    draws: int = 0
+    losses: int = 0
+    prior_mu: float = 25.0
+    ratings: dict[str, Rating] = field(default_factory=dict)
+    """Ratings by env id, for every env in which any two models were rated."""
+
+    @property
+    def rating(self) -> Rating:
+        """Mean rating over the envs, a pooled view for display; the prior before the first rated game."""
+        ratings = self.ratings.values()
+        if not ratings:
+            return Rating(self.prior_mu, trueskill.SIGMA)
+        sigma = math.sqrt(sum(rating.sigma**2 for rating in ratings)) / len(ratings)
+        return Rating(fmean(rating.mu for rating in ratings), sigma)
+
+    def rating_in(self, env_id: str) -> Rating:
+        """Return its rating in one env; the prior if it has none there."""
+        return self.ratings.get(env_id) or Rating(self.prior_mu, trueskill.SIGMA)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy whose checkpoint it is."""
+        return self.ref.policy
+
+    @property
+    def ref(self) -> ModelRef:
+        return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
 
 
 class Side(NamedTuple):

@@ -21,12 +21,13 @@ without them: games that grow too old are better than a learner that waits for e
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from unstable_lite.types import GameSpec, Step
 
@@ -212,9 +213,9 @@ class InFlight:
         steps = self.steps
         return held + steps < self.least or max(0, held - self.least) + steps < self.limit
 
-    def begin(self, spec: GameSpec) -> None:
-        """Count a game that starts now."""
-        seats = sum(agent.collect_data for agent in spec.agent_specs)
+    def begin(self, spec: GameSpec, policy: str = "") -> None:
+        """Count a game that starts now, with the collected seats of `policy`."""
+        seats = sum(agent.collect_data and agent.model.policy == policy for agent in spec.agent_specs)
         self._games[spec.game_idx] = _Game(spec.env_id, seats, self._produced)
         self._ends.begin(spec.game_idx)
         self._seats[spec.env_id] += seats
@@ -263,6 +264,49 @@ class InFlight:
             self._ended[env_id], self._means[env_id] = ended, mean
         self._lifetimes.extend((lifetime, steps) for lifetime, steps in state["lifetimes"])
         self.measure()
+
+
+class Bounded(Protocol):
+    @property
+    def is_full(self) -> bool: ...
+
+
+class Room:
+    """Callers that wait until a game may start, because one of several buffers, those of all policies, has room."""
+
+    def __init__(self, buffers: Sequence[Bounded]) -> None:
+        self.buffers = buffers
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def _is_missing(self) -> bool:
+        return all(buffer.is_full for buffer in self.buffers)
+
+    async def wait(self, has_game: Callable[[], bool]) -> None:
+        """Wait until there is room or `has_game` returns True; `wake` makes callers check again."""
+        while self._is_missing() and not has_game():
+            room = asyncio.get_running_loop().create_future()
+            self._waiting.append(room)
+            try:
+                await room
+            except asyncio.CancelledError:
+                if room in self._waiting:
+                    self._waiting.remove(room)
+                self.make()  # if this caller was woken, wake another one instead
+                raise
+            self.make()  # the next caller checks after this one has started its game
+
+    def wake(self, num_callers: int) -> None:
+        """Make `num_callers` callers of `wait` check again."""
+        while self._waiting and num_callers:
+            room = self._waiting.popleft()
+            if not room.done():
+                room.set_result(None)
+                num_callers -= 1
+
+    def make(self) -> None:
+        """Wake one caller of `wait` if a game may start."""
+        if self._waiting and not self._is_missing():
+            self.wake(1)
 
 
 def length_class(num_turns: int) -> str:

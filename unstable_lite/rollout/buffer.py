@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -38,7 +37,7 @@ from unstable_lite.reward_transformations.transforms import (
     set_rewards,
 )
 from unstable_lite.rng import restore, state_of
-from unstable_lite.rollout.back_pressure import CountsByLength, InFlight, length_class
+from unstable_lite.rollout.back_pressure import CountsByLength, InFlight, Room, length_class
 from unstable_lite.rollout.rejection import Rejection, chunks_that_hold
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
@@ -65,6 +64,10 @@ class Buffer:
     """Whether to leave out the trajectories of players whose game ended by another player's invalid move."""
     reject_zero_signal: bool = False
     """Whether steps whose results are all alike do not count towards a batch."""
+    policy: str = ""
+    """Name of the policy that learns from the steps, if several do."""
+    share: float = 1.0
+    """Share of the updates that this policy makes."""
 
     def __post_init__(self) -> None:
         if self.max_buffer_size < 1:
@@ -91,7 +94,7 @@ class Buffer:
         self._dropped_at_last_batch = 0
         self._arrival = asyncio.Event()
         """Set when steps arrive. A waiter checks for a batch, clears the event, and checks again once it is set."""
-        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self.room = Room([self])
 
     def size(self) -> int:
         """Return the number of waiting steps."""
@@ -108,10 +111,16 @@ class Buffer:
         held = self._size + self.steps_in_groups
         return held >= self.max_buffer_size or (self.in_flight is not None and not self.in_flight.has_room(held))
 
+    @property
+    def load(self) -> float:
+        """Number of steps that wait or are in flight, relative to those that the policy needs in the same time."""
+        flying = self.in_flight.steps if self.in_flight is not None else 0.0
+        return (self._size + self.steps_in_groups + flying) / (self.share * self.max_buffer_size)
+
     def begin_game(self, spec: GameSpec) -> None:
         """Count the steps of a game that starts now as in flight until `add_game` gets its record."""
         if self.in_flight is not None:
-            self.in_flight.begin(spec)
+            self.in_flight.begin(spec, self.policy)
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
         """Apply the final transform once and the step transform to each step; `step_info` keeps both results.
@@ -129,7 +138,7 @@ class Buffer:
             self.add_player_trajectory(trajectory)
         if self.in_flight is not None:
             self.in_flight.arrive(born, num_steps)
-        self._make_room()
+        self.room.make()
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Return whether a batch of `n` can be drawn now."""
@@ -150,30 +159,11 @@ class Buffer:
 
         The caller must start the game before it awaits anything else.
         """
-        while self.is_full and not has_game():
-            room = asyncio.get_running_loop().create_future()
-            self._waiting_for_room.append(room)
-            try:
-                await room
-            except asyncio.CancelledError:
-                if room in self._waiting_for_room:
-                    self._waiting_for_room.remove(room)
-                self._make_room()  # if this caller was woken, wake another one instead
-                raise
-            self._make_room()  # the next caller checks after this one has started its game
+        await self.room.wait(has_game)
 
     def wake(self, num_callers: int) -> None:
         """Make `num_callers` callers of `wait_for_room` check again."""
-        while self._waiting_for_room and num_callers:
-            room = self._waiting_for_room.popleft()
-            if not room.done():
-                room.set_result(None)
-                num_callers -= 1
-
-    def _make_room(self) -> None:
-        """Wake one caller of `wait_for_room` if a game may start."""
-        if self._waiting_for_room and not self.is_full:
-            self.wake(1)
+        self.room.wake(num_callers)
 
     def drain(self) -> list[Step]:
         """Remove and return every step as stored, without the sampling transform."""
@@ -183,7 +173,7 @@ class Buffer:
         if self.rejection is not None:
             self.rejection.clear()
         self.drained += len(steps)
-        self._make_room()
+        self.room.make()
         return steps
 
     def contents(self) -> list[list[Step]]:
@@ -229,7 +219,8 @@ class Buffer:
 
     def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""
-        trajectories, turns = [] if record.end == "void" else record.trajectories, length_class(len(record.turns))
+        trajectories = [one for one in record.trajectories if one.model.policy == self.policy and record.end != "void"]
+        turns = length_class(len(record.turns))
         for trajectory in trajectories:
             for step in trajectory.steps:
                 step.step_info["game_length"] = turns
@@ -283,7 +274,7 @@ class Buffer:
         chunks = self._chunks[:num_chunks]
         del self._chunks[:num_chunks]
         self._size -= sum(map(len, chunks))
-        self._make_room()
+        self.room.make()
         return chunks
 
     def _drop_stale(self, current_version: int) -> None:
@@ -299,7 +290,7 @@ class Buffer:
         if stale:
             self.dropped_stale += sum(map(len, stale))
             self.counts.add(chain.from_iterable(stale), "dropped")
-            self._make_room()
+            self.room.make()
 
 
 def _version(chunk: list[Step]) -> int:
@@ -374,7 +365,7 @@ class StepBuffer(Buffer):
                 self._put([[step] for step in compare(compared, baseline, self.group_counts)])
             if self.in_flight is not None:
                 self.in_flight.arrive(group.born, self.added - before)
-        self._make_room()
+        self.room.make()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"groups": dict(self.group_counts), "spread": self._spread.state_dict()}

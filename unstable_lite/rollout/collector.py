@@ -153,7 +153,12 @@ class Collector:
         if unpaused is None:
             self.unpaused.set()
         self._scheduler = scheduler
+        buffers = buffer.room.buffers if hasattr(buffer, "room") else [buffer]
+        self._buffers: dict[str, Any] = {getattr(one, "policy", ""): one for one in buffers}
+        """Buffer of each policy, by the policy's name."""
         self._buffer = buffer
+        self._num_evaluated = 0
+        """Number of evaluation games without a quota that have begun."""
         self.seats = seats
         self.runner = GameRunner(seats, config, environments)
         self._table = table
@@ -203,7 +208,9 @@ class Collector:
         records: empty list that gets the records as the games end.
         """
         records = [] if records is None else records
-        with self._table.leased(model.adapter_version or 0):
+        opponent = self._scheduler.registry.eval_opponent(env.fixed_opponent) if env.num_players > 1 else model
+        # The opponent's, too, because another policy's newest adapter may retire before the last game.
+        with self._table.leased(model.adapter_version or 0), self._table.leased(opponent.adapter_version or 0):
             before = self._scheduler.state_dict() if self._lock_step is not None else {}
             specs = [self._scheduler.next_eval_job(env, model, label, number=number) for number in range(num_games)]
             if self._lock_step is None:
@@ -224,13 +231,14 @@ class Collector:
             self._count(records)
         return records
 
-    async def play_round(self, num_games: int) -> None:
-        """Play training games to their end, in whole groups and in lock step; needs `lock_step`.
+    async def play_round(self, num_games: int, policy: str = "") -> None:
+        """Play training games for a policy to their end, in whole groups and in lock step; needs `lock_step`.
 
-        Play at most `num_games` (and the rest of a group), and no more than fill the buffer.
+        Play at most `num_games` (and the rest of a group), and no more than fill its buffer.
         """
-        while not self._rest_of_group or (len(self._rest_of_group) < num_games and not self._buffer.is_full):
-            await self._begin_group()
+        buffer = self._buffers[policy]
+        while not self._rest_of_group or (len(self._rest_of_group) < num_games and not buffer.is_full):
+            await self._begin_group([policy, *(name for name in self._wanting() if name != policy)])
         games = list(self._rest_of_group)
         self._rest_of_group.clear()
         self._count(await self._in_lock_step(games))
@@ -245,15 +253,28 @@ class Collector:
             while not self._rest_of_group:
                 await self._buffer.wait_for_room(has_game=lambda: bool(self._rest_of_group))
                 if not self._rest_of_group:  # no other task has begun a group
-                    await self._begin_group()
+                    await self._begin_group(self._wanting())
                     self._buffer.wake(len(self._rest_of_group) - 1)  # to start the other games of the group
             # Give the record no name, which would keep it in memory until the next game is over.
             await self._count_with_others(await self._to_its_end(self._rest_of_group.popleft()))
 
-    async def _begin_group(self) -> None:
-        """Begin a group, or wait `REDRAW_S` if no opponent can play. Raises OpponentError if none can any more."""
+    def _wanting(self) -> list[str]:
+        """Return the policies whose buffers have room, in the order of their need."""
+        if len(self._buffers) == 1:
+            return [*self._buffers]
+        return sorted((name for name, one in self._buffers.items() if not one.is_full), key=self._load)
+
+    def _load(self, policy: str) -> float:
+        return self._buffers[policy].load
+
+    async def _begin_group(self, wanting: Sequence[str]) -> None:
+        """Begin a group, or wait `REDRAW_S` if no opponent can play. Raises OpponentError if none can any more.
+
+        wanting: policies that learn from its steps, if they have a seat, the first ones in the first place.
+        """
+        several = [wanting] * (len(self._buffers) > 1)  # a custom scheduler knows one policy
         try:
-            group = self._scheduler.next_train_group(self.seats.can_play)
+            group = self._scheduler.next_train_group(self.seats.can_play, *several)
         except OpponentError as error:
             now = time.monotonic()
             self._idle_since = self._idle_since or now
@@ -269,19 +290,33 @@ class Collector:
             for listener in self._listeners:
                 listener.begin_game(spec)
             self._lease(spec)
-            self._buffer.begin_game(spec)
+            for buffer in self._buffers_of(spec):
+                buffer.begin_game(spec)
             self._rest_of_group.append(spec)
+
+    def _buffers_of(self, spec: GameSpec) -> list[StepBuffer | EpisodeBuffer]:
+        """Return the buffers of the policies that learn from a training game."""
+        if len(self._buffers) == 1:
+            return [self._buffer]
+        policies = {agent.model.policy: None for agent in spec.agent_specs if agent.collect_data}
+        return [self._buffers[policy] for policy in policies]
 
     async def _play_eval_games(self) -> None:
         while True:
             while not self._may_evaluate():
                 await self._may_change.wait()
+            of_policy: dict[str, Any] = {}
+            registry = self._scheduler.registry
+            if len(self._buffers) > 1:  # in turn
+                self._num_evaluated += 1
+                of_policy["policy"] = [*self._buffers][self._num_evaluated % len(self._buffers)]
+                registry = registry.of(of_policy["policy"])
             try:
-                spec = self._scheduler.next_eval_job(can_play=self.seats.can_play)
+                spec = self._scheduler.next_eval_job(can_play=self.seats.can_play, **of_policy)
             except OpponentError:
                 await asyncio.sleep(REDRAW_S)
                 continue
-            uid = self._scheduler.registry.get_current_ckpt()
+            uid = registry.get_current_ckpt()
             self.evaluating[uid] += 1
             try:
                 await self._count_with_others(await self._to_its_end(spec))
@@ -360,15 +395,16 @@ class Collector:
                 listener.add_record(record)
         for record in records:
             if record.spec.kind == "train":
-                self._buffer.add_game(record)
+                for buffer in self._buffers_of(record.spec):
+                    buffer.add_game(record)
 
 
 @contextlib.contextmanager
-def leased_newest(registry: ModelRegistry, table: AdapterTable) -> Iterator[int]:
-    """Lease the adapter of the current policy and yield its version, 0 if it is the base.
+def leased_newest(registry: ModelRegistry, table: AdapterTable, policy: str = "") -> Iterator[int]:
+    """Lease the newest adapter of a policy and yield its version, 0 if it is the base.
 
     Nothing is awaited between the two, so the adapter cannot retire between them.
     """
-    version = registry.current.adapter_version or 0
+    version = (registry.of(policy) if policy else registry).current.adapter_version or 0
     with table.leased(version):
         yield version

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from unstable_lite import plugins
 from unstable_lite.config import Config
+from unstable_lite.config.games import parse_player
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_training_opponents, strategies, training_opponents, uses_fixed
@@ -20,6 +21,7 @@ from unstable_lite.league.samplers.model_samplers import (
     BaseModelSampler,
     LaggedModelSampler,
     MixtureModelSampler,
+    OtherPolicyModelSampler,
 )
 from unstable_lite.rng import derive_seed
 
@@ -50,8 +52,11 @@ def build_model_sampler(config: Config, registry: ModelRegistry, rng: random.Ran
         if not is_weight(weight):
             problems.append(f"{OPPONENT}: the weight of {name!r} is {weight!r}; set a finite number above 0")
         try:
-            sampler = plugins.find(OPPONENT, name, MODEL_SAMPLERS)
-            given = {"lag_range": league.opponent_lag} if sampler is LaggedModelSampler else {}
+            player, given = parse_player(name), dict[str, Any]()
+            if player.kind == "policy":
+                sampler, given = OtherPolicyModelSampler, {"policy": player.rest}
+            elif (sampler := plugins.find(OPPONENT, name, MODEL_SAMPLERS)) is LaggedModelSampler:
+                given = {"lag_range": league.opponent_lag}
             samplers.append(_made(OPPONENT, name, partial(sampler, registry, rng, **given), options, BaseModelSampler))
             weights.append(weight)
         except ConfigError as error:

@@ -71,6 +71,20 @@ class MirrorModelSampler(BaseModelSampler):
         return self.registry.current
 
 
+class OtherPolicyModelSampler(BaseModelSampler):
+    """Chooses another policy's newest adapter, or draws uniformly from its active checkpoints before that (`/past`)."""
+
+    def __init__(self, registry: ModelRegistry, rng: random.Random, policy: str) -> None:
+        super().__init__(registry, rng)
+        name, _, past = policy.partition("/")
+        self._other, self._is_past = registry.of(name), past == "past"
+
+    def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
+        current = self._other.current
+        past = [meta.ref for meta in self._other.checkpoints() if meta.uid != current.uid] if self._is_past else []
+        return self._rng.choice(past or [current])
+
+
 class FixedOpponentModelSampler(BaseModelSampler):
     """Draws uniformly from the env's fixed opponents."""
 
@@ -209,9 +223,10 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
         return [self._weight(self.win_rate(other.uid, env_id)) for other in others]
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None) -> None:
-        """Count a game, in which the newest checkpoint is the policy and every model of another team an opponent."""
-        places = placed(sides_of(uids, scores, teams))
-        checkpoints = [meta for uid in uids.values() if (meta := self.registry.get(uid)).kind == "checkpoint"]
+        """Count a game, in which its newest checkpoint is the policy and every model of another team an opponent."""
+        places, own_name = placed(sides_of(uids, scores, teams)), self.registry.policy
+        metas = [meta for uid in uids.values() if (meta := self.registry.get(uid)).kind == "checkpoint"]
+        checkpoints = [meta for meta in metas if meta.policy == own_name]
         if not checkpoints:
             return
         # `initial` and `base` both have 0 updates.
