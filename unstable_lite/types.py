@@ -209,8 +209,9 @@ class Reply(msgspec.Struct, kw_only=True):
     """Present for models that the engines serve."""
 
 
-OpponentKind = Literal["mirror", "checkpoint", "scripted", "fixed"]
-"""Kind of an opponent: the current policy itself, another checkpoint, a `scripted:` player, or another fixed one."""
+OpponentKind = Literal["mirror", "checkpoint", "policy", "scripted", "fixed"]
+"""Kind of an opponent: the current policy itself, another checkpoint of it, one of another policy that learns, a
+`scripted:` player, or another fixed one."""
 
 
 class Opponent(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,9 +63,7 @@ class GameScheduler:
         if problems:
             raise ConfigError(*problems)
         self.registry = model_sampler.registry
-        self._model_sampler = model_sampler
-        policies = (getattr(sampler.registry, "policy", "") for sampler in (model_sampler, *other_samplers))
-        self._samplers = dict(zip(policies, (model_sampler, *other_samplers), strict=True))
+        self._samplers = {getattr(s.registry, "policy", ""): s for s in (model_sampler, *other_samplers)}
         """Sampler of each policy's opponents, by the policy's name."""
         self._env_sampler = env_sampler
         self._run_seed = run_seed
@@ -87,12 +85,12 @@ class GameScheduler:
 
     @property
     def samplers(self) -> tuple[BaseModelSampler, BaseEnvSampler]:
-        return self._model_sampler, self._env_sampler
+        return next(iter(self._samplers.values())), self._env_sampler
 
     @property
     def _named_samplers(self) -> dict[str, BaseModelSampler | BaseEnvSampler]:
-        others = {f"model_sampler/{name}": s for name, s in self._samplers.items() if s is not self._model_sampler}
-        return {"model_sampler": self._model_sampler, "env_sampler": self._env_sampler, **others}
+        of_policies = {uid_of(policy, "model_sampler"): sampler for policy, sampler in self._samplers.items()}
+        return {**of_policies, "env_sampler": self._env_sampler}
 
     def next_train_job(
         self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
@@ -170,11 +168,10 @@ class GameScheduler:
         label: str | None = None,
         can_play: Callable[[ModelRef], bool] = _any_model,
         number: int | None = None,
-        policy: str | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.
 
-        policy: name of the policy whose current checkpoint plays if no model is given; None: the first one.
+        If several policies learn, the default is each of them in turn.
 
         The seat rotates separately for each model, env and label. Without `spec`, an env whose opponent cannot play now
         is drawn again; raises OpponentError if no opponent that can is found.
@@ -182,9 +179,9 @@ class GameScheduler:
         `number`: number of the game within an evaluation with a quota. It determines seat and seed, each seed is played
         from every seat, and all evaluations of an env play the same seeds, so that they can be compared in pairs.
         """
+        policy = [*self._samplers][self._games["eval"] % len(self._samplers)]
         env = spec or self._sample_eval_env(can_play, policy)
-        registry = self.registry if policy is None else self._samplers[policy].registry
-        subject = uid_of(policy or "", "current") if model is None else model.uid
+        subject = uid_of(policy, "current") if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.opponent} {label}"
         count = self._eval_games_of[key] if number is None else number
         seat = count % env.num_players
@@ -195,19 +192,18 @@ class GameScheduler:
             seed = game_seed(of_quota, "eval", number // env.num_players)
         if content_file(env.env_id):
             seed = question_seed(count)
-        models = [model or registry.current]
+        models = [model or self._samplers[policy].registry.current]
         if env.num_players > 1:
             opponent = self.registry.eval_opponent(env.fixed_opponent)
             models = [models[0] if pid == seat else opponent for pid in range(env.num_players)]
         return new_game(env, models, self._next_idx("eval"), "eval", seed, label=label)
 
-    def _sample_eval_env(self, can_play: Callable[[ModelRef], bool], policy: str | None) -> EvalEnvSpec:
+    def _sample_eval_env(self, can_play: Callable[[ModelRef], bool], policy: str) -> EvalEnvSpec:
         for _ in range(DRAWS):
             env = self._env_sampler.sample("eval")
             if env.num_players == 1:
                 return env
-            is_itself = policy is not None and env.fixed_opponent == f"policy:{policy}"
-            if not is_itself and can_play(self.registry.eval_opponent(env.fixed_opponent)):
+            if env.fixed_opponent != f"policy:{policy}" and can_play(self.registry.eval_opponent(env.fixed_opponent)):
                 return env
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 

@@ -157,8 +157,6 @@ class Collector:
         self._buffers: dict[str, Any] = {getattr(one, "policy", ""): one for one in buffers}
         """Buffer of each policy, by the policy's name."""
         self._buffer = buffer
-        self._num_evaluated = 0
-        """Number of evaluation games without a quota that have begun."""
         self.seats = seats
         self.runner = GameRunner(seats, config, environments)
         self._table = table
@@ -262,10 +260,7 @@ class Collector:
         """Return the policies whose buffers have room, in the order of their need."""
         if len(self._buffers) == 1:
             return [*self._buffers]
-        return sorted((name for name, one in self._buffers.items() if not one.is_full), key=self._load)
-
-    def _load(self, policy: str) -> float:
-        return self._buffers[policy].load
+        return sorted((n for n, one in self._buffers.items() if not one.is_full), key=lambda n: self._buffers[n].load)
 
     async def _begin_group(self, wanting: Sequence[str]) -> None:
         """Begin a group, or wait `REDRAW_S` if no opponent can play. Raises OpponentError if none can any more.
@@ -305,18 +300,12 @@ class Collector:
         while True:
             while not self._may_evaluate():
                 await self._may_change.wait()
-            of_policy: dict[str, Any] = {}
-            registry = self._scheduler.registry
-            if len(self._buffers) > 1:  # in turn
-                self._num_evaluated += 1
-                of_policy["policy"] = [*self._buffers][self._num_evaluated % len(self._buffers)]
-                registry = registry.of(of_policy["policy"])
             try:
-                spec = self._scheduler.next_eval_job(can_play=self.seats.can_play, **of_policy)
+                spec = self._scheduler.next_eval_job(can_play=self.seats.can_play)
             except OpponentError:
                 await asyncio.sleep(REDRAW_S)
                 continue
-            uid = registry.get_current_ckpt()
+            uid = next(agent.model.uid for agent in spec.agent_specs if agent.model.name is None)
             self.evaluating[uid] += 1
             try:
                 await self._count_with_others(await self._to_its_end(spec))

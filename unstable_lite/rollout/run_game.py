@@ -281,7 +281,7 @@ def _set_contexts(trajectory: PlayerTrajectory, record: GameRecord, is_out: bool
 def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
     """Return the kind of opponent that `model` is for a player whose model is `own`."""
     if model.kind == "checkpoint":
-        return "mirror" if model == own else "checkpoint"
+        return "policy" if model.policy != own.policy else "mirror" if model == own else "checkpoint"
     return "scripted" if parse_player(model.name or "").kind == "scripted" else "fixed"
 
 

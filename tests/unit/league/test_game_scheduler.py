@@ -268,11 +268,11 @@ def test_training_and_evaluation_games_are_rated_and_only_training_games_change_
     scheduler.update(make_record(spec, [1.0 if pid == policy_seat(spec) else -1.0 for pid in range(2)]))
     rating = scheduler.registry.get("ckpt-1").ratings
     assert rating["V"].mu > 25
-    assert not hasattr(scheduler._env_sampler, "seen") and not scheduler._model_sampler.state_dict()["results"]
+    assert not hasattr(scheduler._env_sampler, "seen") and not scheduler._samplers[""].state_dict()["results"]
     spec = scheduler.next_train_job()
     scheduler.update(make_record(spec, [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]))
     assert scheduler._env_sampler.seen == expected
-    is_rated, met = "T" in rating and rating["T"].mu > 25, scheduler._model_sampler.state_dict()["results"]["T"]
+    is_rated, met = "T" in rating and rating["T"].mu > 25, scheduler._samplers[""].state_dict()["results"]["T"]
     assert is_rated == bool(met) == (num_players > num_actors), "a game against itself says nothing"
 
 
@@ -289,8 +289,8 @@ class Old(BaseModelSampler):
 def test_teams_reach_ratings_and_samplers_even_older_ones():
     scheduler = make_scheduler("pfsp", train=[make_train_env(4, 1)], env_sampler=Recording)
     older = Old(scheduler.registry, random.Random(0))
-    scheduler._model_sampler = MixtureModelSampler(
-        scheduler.registry, random.Random(0), [scheduler._model_sampler, older], [1, 1]
+    scheduler._samplers[""] = MixtureModelSampler(
+        scheduler.registry, random.Random(0), [scheduler._samplers[""], older], [1, 1]
     )
     spec = scheduler.next_train_job()
     own = policy_seat(spec)
@@ -300,7 +300,7 @@ def test_teams_reach_ratings_and_samplers_even_older_ones():
     scheduler.update(record)
     assert scheduler.registry.get("ckpt-1").wins == 1
     assert older.seen[2] == "T"
-    assert set(scheduler._model_sampler.samplers[0].state_dict()["results"]["T"]) <= set(opponents)
+    assert set(scheduler._samplers[""].samplers[0].state_dict()["results"]["T"]) <= set(opponents)
     assert scheduler._env_sampler.seen == ("T", 1.0, -1.0)
 
 
