@@ -78,8 +78,8 @@ class ModelRegistry:
         self.add_policy(BASE, adapter_version=0, iteration=0)
 
     def of(self, policy: str) -> ModelRegistry:
-        """Return the view of another policy."""
-        view = copy.copy(self)
+        """Return the view of a policy."""
+        view = self if policy == self.policy else copy.copy(self)
         view.policy = policy
         return view
 
