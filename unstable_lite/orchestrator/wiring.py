@@ -190,7 +190,7 @@ class RunParts:
         prompts, tolerance = canary_prompts(config, templates), config.learner.canary_tolerance
         canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm)
         self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
-        self.health = TrainingHealth(config, directory, self.buffer, self.tracker, self.terminal.say, self.stop)
+        self.health = TrainingHealth(config, directory, {"": self.buffer}, self.tracker, self.terminal.say, self.stop)
         self.collector = made_part(
             "collector",
             make_collector,
