@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import percent, percent_range
 from unstable_lite.tracking.windows import VALID
@@ -172,6 +173,8 @@ class Reading:
     subject: str = ""
     """Env, or env and opponent, if the alarm has several; else empty."""
     detail: str = ""
+    policy: str = ""
+    """Name of the policy that it is about, if several learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +237,7 @@ class Alarms:
         alarm = ALARMS[reading.alarm]
         if config.action == "off":
             return None
-        state = self._states[reading.alarm].setdefault(reading.subject, _State())
+        state = self._states[reading.alarm].setdefault(named(reading.policy, reading.subject), _State())
         is_within = reading.value >= config.threshold if alarm.is_under else reading.value <= config.threshold
         state.bad, state.good = (0, state.good + 1) if is_within else (state.bad + 1, 0)
         phase: Literal["begins", "stays", "ends"]
@@ -259,6 +262,7 @@ def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> 
     alarm = ALARMS[reading.alarm]
     n, threshold = f"{reading.n:,}", alarm.threshold.format(config.threshold)
     measured = alarm.measured.format(value=reading.value, n=n, subject=reading.subject, detail=reading.detail)
+    measured = named(reading.policy, measured)
     if phase == "ends":
         return f"{reading.alarm}, on since update {since}, has ended: {measured}"
     beyond = f"{'under' if alarm.is_under else 'over'} {threshold}"

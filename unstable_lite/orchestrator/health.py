@@ -13,7 +13,8 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ import msgspec
 
 from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
+from unstable_lite.config.games import parse_player
 from unstable_lite.files import replaced
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of, score_of
 from unstable_lite.rollout.back_pressure import FATES
 from unstable_lite.rollout.buffer import Buffer
+from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import POINTS, Evaluation, Tally
 from unstable_lite.tracking.records import steps_of
 from unstable_lite.tracking.run_directory import PAUSED
@@ -66,12 +69,12 @@ class TrainingHealth:
         self,
         config: Config,
         directory: Path,
-        buffer: Buffer,
+        buffers: Mapping[str, Buffer],
         tracker: Tracker,
         say: Callable[[str], None],
         stop: asyncio.Event,
     ) -> None:
-        """`stop`: if set, the run saves and ends."""
+        """`buffers`: that of each policy by its name. `stop`: if set, the run saves and ends."""
         self.stopped_by: str | None = None
         """The alarm that ends the run, if one does."""
         self.asks_for_pause = asyncio.Event()
@@ -80,28 +83,27 @@ class TrainingHealth:
         self.unpaused.set()
         self._config = config
         self._directory = directory
-        self._buffer = buffer
+        self._buffers = buffers
         self._tracker = tracker
         self._say = say
         self._stop = stop
         self._alarms = Alarms(config.alarms)
         self._contests: dict[str, Contest] = defaultdict(Contest)
-        """Comparisons by subject, an env and an opponent."""
+        """Comparisons by subject: policy, env and opponent."""
         self._num_evaluations = 0
         """Number of evaluations that were compared."""
-        self._first_entropy: float | None = None
-        """Entropy of the policy in the run's first update, in nats a token."""
+        self._first_entropy: dict[str, float] = {}
+        """Entropy of each policy in its first update of the run, in nats a token."""
         self._least_exploitable: dict[str, float] = {}
-        """Lowest exact exploitability by env."""
+        """Lowest exact exploitability by policy and env."""
         self._update = 0
         self._reasons: list[str] = []
         """Alarms that ask for a pause."""
-        self._wait = _Wait()
-        """Wait for a step that enters the buffer, while no batch waits in it."""
-        self._waits: dict[str, _Wait] = defaultdict(_Wait)
-        """Waits for a step to be trained on, by env."""
-        self._filtered = 0
-        """Number of players left out by `run.filter_opponent_invalid` before the wait."""
+        self._waits: dict[tuple[str, str], _Wait] = defaultdict(_Wait)
+        """Waits of each policy: for a step of any env ("") that enters its buffer, while no batch waits in it, and for
+        a step of each env to be trained on."""
+        self._filtered: Counter[str] = Counter()
+        """Number of players left out by `run.filter_opponent_invalid` before the wait, by policy."""
         (directory / PAUSED).unlink(missing_ok=True)
 
     def begin_game(self, spec: GameSpec) -> None:
@@ -110,40 +112,46 @@ class TrainingHealth:
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game, before the buffer receives it."""
         if record.spec.kind == "train":
-            for wait in (self._wait, self._waits[record.spec.env_id]):
-                wait.ended["void" if record.end == "void" else "whole"] += 1
+            trained = {agent.model.policy for agent in record.spec.agent_specs if agent.collect_data} | {""}
+            for policy, env_id in product(trained.intersection(self._buffers), ("", record.spec.env_id)):
+                self._waits[policy, env_id].ended["void" if record.end == "void" else "whole"] += 1
 
     async def measure(self, batch: Batch) -> dict[str, float]:
         """Return the repetition metrics of a batch; in a thread, because it may have millions of tokens."""
         metrics = await asyncio.to_thread(repetition, steps_of(batch))
         return {f"batch/{name}": value for name, value in metrics.items()}
 
-    def check_update(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Judge an update by its metrics and the games so far; return how often each alarm began."""
+    def check_update(self, update: int, metrics: Mapping[str, float], policy: str = "") -> dict[str, float]:
+        """Judge an update by its metrics and the games so far; return how often each alarm began.
+
+        update: its number in the run. policy: the one that was updated, of which the metrics are, without its name.
+        """
         self._update = update
-        self.check_skipped(0)
-        self._judge([*readings_of(metrics), *self._entropy_rise(metrics), *self._exploitability_rises(metrics)])
-        self._judge([*self._readings_of_games(), *self._early_ends(), *self._env_starvation()])
+        self.check_skipped(0, policy=policy)
+        self._judge([*readings_of(metrics), *self._entropy_rise(metrics, policy)], policy)
+        self.check_exploitability(metrics, policy)
+        self._judge(self._readings_of_games(policy))
+        self._judge([*self._early_ends(), *self._env_starvation()])
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
-    def check_exploitability(self, metrics: Mapping[str, float]) -> None:
-        """Judge exact evaluations before the first update, with which later ones are compared."""
-        self._judge(self._exploitability_rises(metrics))
+    def check_exploitability(self, metrics: Mapping[str, float], policy: str = "") -> None:
+        """Judge a policy's exact evaluations; those before the first update are what later ones are compared with."""
+        self._judge(self._exploitability_rises(metrics, policy), policy)
 
-    def check_skipped(self, in_a_row: int, reason: str = "") -> None:
-        """Judge the number of batches that were skipped since the last update."""
+    def check_skipped(self, in_a_row: int, reason: str = "", policy: str = "") -> None:
+        """Judge the number of a policy's batches that were skipped since its last update."""
         detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"
-        self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)])
+        self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)], policy)
 
     def check_evaluation(self, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the best earlier one of the same env and opponent; judge the ends of its games."""
+        """Compare an evaluation with the policy's best earlier one of the same env and opponent; judge its games' ends."""
         self._judge([*self._compared(evaluation), *self._early_ends()])
 
     async def run(self) -> None:
         """Check until cancelled that the steps that games play reach the learner."""
         while True:
             await asyncio.sleep(self._config.alarms.starved.threshold / SAY_EVERY)
-            self._judge([self._starvation()])
+            self._judge(map(self._starvation, self._buffers))
 
     async def pause_if_asked(self, save: Callable[[], Awaitable[tuple[Path | None, int]]]) -> None:
         """Save, start no game, and wait until PAUSED is deleted or the run is stopped, if an alarm asks for a pause.
@@ -175,7 +183,7 @@ class TrainingHealth:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             self.asks_for_pause.clear()
-            for wait in (self._wait, *self._waits.values()):
+            for wait in self._waits.values():
                 wait.since = time.monotonic()
             self.unpaused.set()
         self._say("ending" if self._stop.is_set() else "continuing")
@@ -206,7 +214,7 @@ class TrainingHealth:
             "alarms": self._alarms.state_dict(),
             "contests": msgspec.to_builtins(self._contests),
             "num_evaluations": self._num_evaluations,
-            "first_entropy": self._first_entropy,
+            "first_entropy": self._first_entropy.get("") if "" in self._buffers else self._first_entropy,
             "least_exploitable": self._least_exploitable,
             "update": self._update,
         }
@@ -216,16 +224,20 @@ class TrainingHealth:
         self._alarms.load_state_dict(state["alarms"])
         self._contests |= {subject: contest_of(contest) for subject, contest in state["contests"].items()}
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
-        self._first_entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
+        entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
+        self._first_entropy = entropy if isinstance(entropy, dict) else {} if entropy is None else {"": entropy}
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
             self._alarms.judge(self._update, self._compared(evaluation))
 
     def _compared(self, evaluation: Evaluation) -> list[Reading]:
         self._num_evaluations += 1
-        subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
-        return self._contests[subject].add("collapse", subject, evaluation) if evaluation.n > 1 else []
+        subject = named(evaluation.policy, f"evaluation of {evaluation.env_id} against {evaluation.opponent}")
+        is_judged = evaluation.n > 1 and parse_player(evaluation.opponent).kind != "policy"  # which learns, too
+        return self._contests[subject].add("collapse", subject, evaluation) if is_judged else []
 
-    def _judge(self, readings: Iterable[Reading]) -> None:
+    def _judge(self, readings: Iterable[Reading], policy: str = "") -> None:
+        """Judge readings, and perform the actions of alarms. `policy`: the one that they are about, if only one is."""
+        readings = (replace(one, policy=policy or one.policy) for one in readings)
         for change in self._alarms.judge(self._update, readings):
             when = f"after update {self._update}: {change.text}"
             if change.phase == "ends":
@@ -241,31 +253,33 @@ class TrainingHealth:
                 self.stopped_by = self.stopped_by or change.text
                 self._stop.set()
 
-    def _entropy_rise(self, metrics: Mapping[str, float]) -> list[Reading]:
+    def _entropy_rise(self, metrics: Mapping[str, float], policy: str) -> list[Reading]:
         """Compare the policy's entropy with the first update's: some models start at 0.5 nats a token, others at 3."""
         entropy, n = metrics.get("learner/entropy"), int(metrics.get("learner/num_tokens", 0))
         if entropy is None or not n:
             return []
-        if self._first_entropy is None:
-            self._first_entropy = entropy if math.isfinite(entropy) else None
+        if policy not in self._first_entropy:
+            if math.isfinite(entropy):
+                self._first_entropy[policy] = entropy
             return [Reading(alarm="high_entropy", value=0.0, n=n)]
-        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy, n=n)]
+        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy[policy], n=n)]
 
-    def _exploitability_rises(self, metrics: Mapping[str, float]) -> Iterator[Reading]:
+    def _exploitability_rises(self, metrics: Mapping[str, float], policy: str) -> Iterator[Reading]:
         """Compare each exact exploitability with the lowest one before it; of estimates, the near ends of intervals."""
         for name, value in metrics.items():
             kind, _, env_id = name.partition("/")
             if kind == "exploitability":
                 tree = flatten(env_id)
                 low, high = (metrics.get(f"{kind}_{end}/{env_id}", value) for end in ("low", "high"))
-                lowest = self._least_exploitable[env_id] = min(high, self._least_exploitable.get(env_id, high))
+                key = named(policy, env_id)
+                lowest = self._least_exploitable[key] = min(high, self._least_exploitable.get(key, high))
                 rise, n = (low - lowest) / abs(tree.lowest_utility), len(tree.states)
                 detail = f"{low:.4f} after {lowest:.4f}"
                 yield Reading(alarm="exploitability", value=rise, n=n, subject=env_id, detail=detail)
 
-    def _readings_of_games(self) -> list[Reading]:
+    def _readings_of_games(self, policy: str) -> list[Reading]:
         readings: list[Reading] = []
-        for (what, games), window in self._tracker.windows.judged.items():
+        for (what, games), window in self._tracker.windows.of(policy).judged.items():
             if what == ENDED or (n := len(window)) < MIN_GAMES:
                 continue
             tally = Tally()
@@ -273,8 +287,9 @@ class TrainingHealth:
                 tally.add(OUTCOMES[value], value, own_invalid=False)
             result = tally.evaluation(what, f"up to update {self._update}", self._update, "", "")
             if what == VALID:
-                readings.append(Reading(alarm="invalid_moves", value=1 - result.points, n=n, subject=games))
-            subject = f"training games of {games}" if what == VALID else games
+                share = Reading(alarm="invalid_moves", value=1 - result.points, n=n, subject=games, policy=policy)
+                readings.append(share)
+            subject = named(policy, f"training games of {games}" if what == VALID else games)
             readings += self._contests[subject].add("decline", subject, result)
         return readings
 
@@ -291,42 +306,43 @@ class TrainingHealth:
                 if count or self._alarms.is_on("ended_early", subject):
                     yield Reading(alarm="ended_early", value=count / n, n=n, subject=subject)
 
-    def _starvation(self) -> Reading:
-        """Return for how long games have ended without a step for the learner."""
-        wait, buffer, batch_size = self._wait, self._buffer, self._config.learner.batch_size
+    def _starvation(self, policy: str) -> Reading:
+        """Return for how long a policy's games have ended without a step for the learner."""
+        wait, buffer = self._waits[policy, ""], self._buffers[policy]
+        batch_size = self._config.of_policy(policy).learner.batch_size
         is_over = buffer.has_steps_for(batch_size) or not self.unpaused.is_set()
         seconds = wait.seconds(buffer.added - buffer.dropped_stale, is_over)
         if not (ended := wait.ended.total()):
-            self._filtered = buffer.filtered
-            return Reading(alarm="starved", value=0.0, n=0, detail="the learner gets steps again")
+            self._filtered[policy] = buffer.filtered
+            return Reading(alarm="starved", value=0.0, n=0, detail="the learner gets steps again", policy=policy)
         detail = (
             f"the learner has received no step for {seconds:.0f} s, although {ended} training games ended: "
-            f"{wait.ended['void']} void, {buffer.filtered - self._filtered} players left out by "
+            f"{wait.ended['void']} void, {buffer.filtered - self._filtered[policy]} players left out by "
             f"run.filter_opponent_invalid, {buffer.dropped_stale} steps dropped as too stale since the start; "
             f"{buffer.size()} steps wait, and a batch is {batch_size}"
         )
-        return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
+        return Reading(alarm="starved", value=seconds, n=ended, detail=detail, policy=policy)
 
     def _env_starvation(self) -> Iterator[Reading]:
-        """Yield for how long games of each env have ended without a step of it being trained on."""
-        for env_id in [env.env_id for env in self._config.train_envs]:
-            of_env = [counts for (name, _), counts in self._buffer.counts.items() if name == env_id]
+        """Yield for how long each policy's games of each env have ended without a step of it being trained on."""
+        for policy, env_id in product(self._buffers, [env.env_id for env in self._config.train_envs]):
+            of_env = [counts for (name, _), counts in self._buffers[policy].counts.items() if name == env_id]
             played, trained, dropped = (sum(counts[fate] for counts in of_env) for fate in FATES)
-            wait = self._waits[env_id]
+            wait = self._waits[policy, env_id]
             seconds, ended = wait.seconds(trained), wait.ended.total()
             detail = (
                 f"no step of {env_id} has been trained on for {seconds:.0f} s, although {ended} of its games ended; "
                 f"since the start {played} of its steps were played, {trained} trained on and "
                 f"{dropped} dropped as too stale, and the rest waits, was rejected or was left out"
             )
-            yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
+            yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail, policy=policy)
 
     def _where(self, best: Evaluation) -> str:
         if best.step == 0:
             return "That is the policy from which training started."
         kept = by_update(self._directory / "adapters") | by_update(self._directory / "checkpoints")
         if best.step in kept:
-            return f"That is {kept[best.step]}"
+            return f"That is {kept[best.step] / best.policy}"
         nearest = min(kept, key=lambda update: abs(update - best.step), default=None)
         found = "no checkpoint was kept" if nearest is None else f"the nearest is {kept[nearest]}"
         return f"Update {best.step} itself has no checkpoint (run.checkpoint_every); {found}"

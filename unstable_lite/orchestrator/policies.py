@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from unstable_lite.adapters.frozen import IDS_OF_POLICY
@@ -53,13 +52,3 @@ class TrainedPolicy:
         """Let games use the adapter of an update, which every engine holds."""
         self.updates += 1
         self.pool.admit(uid_of(self.name, f"ckpt-{self.updates}"), version, self.updates)
-
-
-def next_to_learn(policies: Iterable[TrainedPolicy]) -> TrainedPolicy:
-    """Return the policy whose number of updates is the furthest behind its share; the first one of equals."""
-    return min(policies, key=lambda policy: (policy.updates + 1) / policy.share)
-
-
-def named(policy: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a policy's metrics with its name before theirs, if the run has several policies."""
-    return {uid_of(policy, name): value for name, value in metrics.items()}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from unstable_lite.types import uid_of
+
 WINDOW = 50
 """Number of updates before, whose median is the usual value."""
 FIRST = 20
@@ -38,6 +40,10 @@ class Metric(NamedTuple):
     def shown(self, metrics: Mapping[str, float]) -> str:
         """Return label and value."""
         return f"{self.label} {metrics[self.name]:{self.form}}"
+
+    def of(self, policy: str) -> Metric:
+        """Return the metric of one policy, under its name."""
+        return self._replace(name=uid_of(policy, self.name), n=self.n and uid_of(policy, self.n))
 
 
 _LOGPROBS = "How far engine and learner disagree about the same tokens' log-probabilities. Should stay near 0."
@@ -93,6 +99,20 @@ _SHARE = re.compile(
 )
 
 
+OF_RUN = ("alarms", "ended", "inference", "opponents", "run", "transport")
+"""Groups of metrics that are the run's, not one of its policies'."""
+
+
+def of_policy(policy: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a policy's metrics under its names, `exploiter/learner/loss`; those of the run keep theirs."""
+    return {uid_of("" if name.partition("/")[0] in OF_RUN else policy, name): of for name, of in metrics.items()}
+
+
+def named(policy: str, text: str) -> str:
+    """Return a text about one policy of a run, whose name comes first if the run has several."""
+    return f"{policy}: {text}" if policy else text
+
+
 def is_share(name: str) -> bool:
     """Return whether a metric, or the edge of its interval, is a share between 0 and 1."""
     return bool(_SHARE.search(name))
@@ -136,6 +156,7 @@ class Spike:
     value: float
     usual: float
     """Median of the absolute values of the updates before, above 0."""
+    policy: str = ""
 
     @property
     def text(self) -> str:
@@ -145,28 +166,28 @@ class Spike:
     def size_text(self) -> str:
         label, form = METRICS[self.metric].label, METRICS[self.metric].form
         times = abs(self.value) / self.usual
-        return f"{label} {self.value:{form}}, {times:.0f} times the usual {self.usual:{form}}"
+        return named(self.policy, f"{label} {self.value:{form}}, {times:.0f} times the usual {self.usual:{form}}")
 
 
-def find_spikes(updates: Iterable[Mapping[str, Any]]) -> list[Spike]:
+def find_spikes(updates: Iterable[Mapping[str, Any]], policies: Iterable[str] = ("",)) -> list[Spike]:
     """Return the spikes in the lines of metrics of the updates, which are in order: the largest multiple first.
 
     Of neighbouring updates the one with the largest value counts. A metric that was mostly 0 has no usual value.
     """
     lines = list(updates)
-    spikes = [spike for metric in JUDGED for spike in _spikes_of(metric, lines)]
+    spikes = [spike for policy in policies for metric in JUDGED for spike in _spikes_of(METRICS[metric], policy, lines)]
     return sorted(spikes, key=lambda spike: -abs(spike.value) / spike.usual)
 
 
-def _spikes_of(metric: str, lines: list[Mapping[str, Any]]) -> list[Spike]:
-    n = METRICS[metric].n
-    known = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None and (not n or line.get(n))]
+def _spikes_of(metric: Metric, policy: str, lines: list[Mapping[str, Any]]) -> list[Spike]:
+    name, n = uid_of(policy, metric.name), metric.n and uid_of(policy, metric.n)
+    known = [(line["step"], line[name]) for line in lines if line.get(name) is not None and (not n or line.get(n))]
     sizes = [abs(value) for _, value in known]
     spikes, newest = list[Spike](), -1
     for place in range(FIRST - 1, len(known)):
         usual = median(sizes[max(place - WINDOW, 0) : place])
         if sizes[place] > TIMES * usual > 0:
-            spike = Spike(update=known[place][0], metric=metric, value=known[place][1], usual=usual)
+            spike = Spike(update=known[place][0], metric=metric.name, policy=policy, value=known[place][1], usual=usual)
             if place != newest + 1:
                 spikes.append(spike)
             elif sizes[place] > abs(spikes[-1].value):

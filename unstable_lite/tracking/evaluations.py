@@ -25,7 +25,7 @@ from unstable_lite.tracking.intervals import (
     share_interval,
     wilson_interval,
 )
-from unstable_lite.types import CONTEXT_FULL, ENV_RAISED, GameRecord, ModelRef, Outcome
+from unstable_lite.types import CONTEXT_FULL, ENV_RAISED, GameRecord, ModelRef, Outcome, policy_of, uid_of
 
 Deals = tuple[tuple[float | None, ...], ...]
 """Values by deal (env seed) and seat."""
@@ -73,6 +73,11 @@ class Evaluation:
     """Points of the model in the games that a full context ended."""
     ended_invalid: int = 0
     """Number of games that an invalid move of any player ended."""
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that was evaluated, if the run has several."""
+        return policy_of(self.model)
 
     @property
     def win_rate(self) -> float:
@@ -203,7 +208,7 @@ class Evaluation:
             metrics["n (choices)"] = self.choices
         for name, share, (low, high) in shares:
             metrics |= {name: share, f"{name} low": low, f"{name} high": high}
-        group = evaluation_group(self.label, self.env_id, self.opponent)
+        group = evaluation_group(self.label, self.env_id, self.opponent, self.policy)
         return {f"{group} {name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -299,10 +304,10 @@ def _optimal_interval(games: Sequence[PlayedGame]) -> tuple[float, float]:
     return min(low, max(0.0, share - half)), max(high, min(1.0, share + half))
 
 
-def evaluation_group(label: str, env_id: str, opponent: str) -> str:
+def evaluation_group(label: str, env_id: str, opponent: str, policy: str = "") -> str:
     """Return the prefix of an evaluation's metric names."""
     what = "concurrent checkpoint" if label == "concurrent" else "checkpoint"
-    return f"evaluation-{env_id} ({opponent})/{what}"
+    return uid_of(policy, f"evaluation-{env_id} ({opponent})/{what}")
 
 
 def summarise_evaluation(

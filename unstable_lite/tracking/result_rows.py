@@ -16,6 +16,7 @@ from typing import Literal
 
 from unstable_lite.config.games import against
 from unstable_lite.printable import markdown_table
+from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import Gain, gain_over, seeds_interval, unpaired_difference
 
@@ -28,7 +29,8 @@ class ResultRow:
     """The policy in one env against one opponent: its evaluations with games, and their change."""
 
     label: str
-    """Short name: the opponent, or the env if there is none; with the env if the run is evaluated in several."""
+    """Short name: the opponent, or the env if there is none; with the env if the run is evaluated in several, and with
+    the policy if several learn."""
     env_id: str
     opponent: str
     """Name in results, with the sampling if the env has its own."""
@@ -38,15 +40,20 @@ class ResultRow:
     """Evaluations with games in the order of their updates; those with void games alone if there are no others."""
 
     @property
-    def key(self) -> tuple[bool, str, str]:
-        """Place among the rows of other runs: the same env and opponent."""
-        return self.is_concurrent, self.env_id, self.opponent
+    def policy(self) -> str:
+        """Name of the policy, if several learn."""
+        return self.newest.policy
+
+    @property
+    def key(self) -> tuple[bool, str, str, str]:
+        """Place among the rows of other runs: the same policy, env and opponent."""
+        return self.is_concurrent, self.policy, self.env_id, self.opponent
 
     @property
     def title(self) -> str:
         """Full name: the value, the opponent, and the env."""
         value, when = self.newest.value_name.capitalize(), ", while training" * self.is_concurrent
-        return f"{value}{against(self.opponent)} in {self.env_id}{when}"
+        return f"{value}{f' of {self.policy}' * bool(self.policy)}{against(self.opponent)} in {self.env_id}{when}"
 
     @property
     def before(self) -> Evaluation:
@@ -128,20 +135,21 @@ def _of_100(games: int, n: int) -> str:
 
 
 def result_rows(evaluations: Iterable[Evaluation], order: Sequence[tuple[str, str]] = ()) -> list[ResultRow]:
-    """Return a row for each env and opponent that was evaluated.
+    """Return a row for each policy, env and opponent that was evaluated.
 
     order: env and opponent of each eval env of the config, which come first; evaluations while training come last.
     """
-    found = defaultdict[tuple[bool, str, str], list[Evaluation]](list)
+    found = defaultdict[tuple[bool, str, str, str], list[Evaluation]](list)
     for one in sorted(evaluations, key=lambda one: one.step):
-        found[one.label == "concurrent", one.env_id, one.opponent].append(one)
-    keys = sorted(found, key=lambda key: row_place(key, order))
-    cells = [*order, *(key[1:] for key in keys)]
+        found[one.label == "concurrent", one.policy, one.env_id, one.opponent].append(one)
+    policies = [*dict.fromkeys(policy for _, policy, *_ in found)]
+    keys = sorted(found, key=lambda key: (key[0], policies.index(key[1]), row_place((key[0], *key[2:]), order)))
+    cells = [*order, *(key[2:] for key in keys)]
     return [
         ResultRow(
-            label=row_label(*key[1:], cells),
-            env_id=key[1],
-            opponent=key[2],
+            label=row_label(*key[2:], cells, key[1]),
+            env_id=key[2],
+            opponent=key[3],
             is_concurrent=key[0],
             evaluations=tuple([one for one in found[key] if one.n] or found[key]),
         )
@@ -170,7 +178,7 @@ class SeedsEvaluation(Evaluation):
 
 
 def side_by_side(rows: Sequence[Sequence[ResultRow]]) -> list[list[ResultRow | None]]:
-    """Return a line for each env and opponent, those while training last, with the row of each run (or group)."""
+    """Return a line for each policy, env and opponent, those while training last, with the row of each run or group."""
     by_key = [{row.key: row for row in of_run} for of_run in rows]
     keys = dict.fromkeys(key for of_run in by_key for key in of_run)
     return [[of_run.get(key) for of_run in by_key] for key in sorted(keys, key=lambda key: key[0])]
@@ -227,9 +235,9 @@ def row_place(key: tuple[bool, str, str], order: Sequence[tuple[str, str]]) -> i
     return 1 + place + key[0] * (len(order) + 1)
 
 
-def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]]) -> str:
+def row_label(env_id: str, opponent: str, cells: Iterable[tuple[str, str]], policy: str = "") -> str:
     """Return the short name of a row, among all envs and opponents that the run is evaluated on."""
     name, _, sampling = opponent.partition(", ")
     has_envs = any(other != env_id for other, _ in cells)
     shown = [env_id] * (has_envs or name == "none") + [name.removeprefix(SCRIPTED)] * (name != "none")
-    return ", ".join([*shown, *[sampling] * bool(sampling)])
+    return named(policy, ", ".join([*shown, *[sampling] * bool(sampling)]))

@@ -32,6 +32,7 @@ from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.records import train_files
 from unstable_lite.tracking.tensorboard import tag_of
 from unstable_lite.tracking.versions import versions
+from unstable_lite.types import policy_of
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
@@ -177,9 +178,12 @@ def rewind(
     """
     evaluations = directory / "eval.jsonl"
     names = {
-        (line["step"], to_tag(f"{evaluation_group(line['label'], line['env_id'], line['opponent'])} n"))
+        (line["step"], to_tag(f"{group} n"))
         for line in read_records(evaluations)
         if is_repeated(line)
+        for group in [
+            evaluation_group(line["label"], line["env_id"], line["opponent"], policy_of(line.get("model", "")))
+        ]
         for to_tag in (str, with_slugs, tag_of)  # of metrics.jsonl, and of TensorBoard's files, also of before
     }
 

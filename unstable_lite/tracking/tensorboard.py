@@ -31,10 +31,10 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_judged, slug, with_slugs
 from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile, read_records
-from unstable_lite.tracking.displayed_metrics import TOPICS, of_topic
+from unstable_lite.tracking.displayed_metrics import TOPICS, named, of_topic
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.result_rows import row_label, row_place
-from unstable_lite.types import Histogram
+from unstable_lite.types import Histogram, uid_of
 
 PREFIX = "events.out.tfevents."
 HPARAMS = (
@@ -44,7 +44,9 @@ HPARAMS = (
     *("buffer.max_staleness", "league.opponent_sampling_strategy"),
 )
 """Columns of the hyperparameter table, besides the envs."""
-EVALUATION = re.compile(r"evaluation-(?P<env>.*) \((?P<opponent>.*)\)/(?P<during>concurrent )?checkpoint (?P<value>.*)")
+EVALUATION = re.compile(
+    r"(?:(?P<policy>\w+)/)?evaluation-(?P<env>.*) \((?P<opponent>.*)\)/(?P<during>concurrent )?checkpoint (?P<value>.*)"
+)
 
 
 class TensorBoardSink:
@@ -120,7 +122,7 @@ class TensorBoardSink:
             value = (raw[section] if section else raw)[name]
             values[key] = value if isinstance(value, int | float | str) else json.dumps(value)
         tags = [tag_of(f"{tag} Points", order=config.eval_cells) for _, tag in _evaluations(config)]
-        tags += [f"collection-{slug(env_id)}/reward" for env_id in train_envs]
+        tags += [uid_of(one, f"collection-{slug(env_id)}/reward") for one in config.shares for env_id in train_envs]
         columns = [hparams.HParam(name) for name in values]
         event.summary.MergeFrom(hparams.hparams_config_pb(columns, [hparams.Metric(tag) for tag in tags]))
         event.summary.MergeFrom(hparams.hparams_pb(values, start_time_secs=time.time()))
@@ -149,9 +151,9 @@ def tag_of(name: str, has_points: bool = True, order: Sequence[tuple[str, str]] 
     if (match := EVALUATION.fullmatch(name)) and match["value"] == ("Points" if has_points else "Reward"):
         key = during, env_id, opponent = bool(match["during"]), match["env"], match["opponent"]
         # With the env, because one page may show runs in different ones.
-        title = f"{row_place(key, order)} {row_label(slug(env_id), opponent, [('', '')])}"
+        title = named(match["policy"] or "", f"{row_place(key, order)} {row_label(slug(env_id), opponent, [('', '')])}")
         name = f"Results/{title}{', mean reward' * (not has_points)}{', while training' * during}"
-    elif name.startswith("evaluation-"):
+    elif re.match(r"(\w+/)?evaluation-", name):
         name = with_slugs(name).replace("(", "against ", 1)
     else:
         return with_slugs(name)
@@ -159,16 +161,17 @@ def tag_of(name: str, has_points: bool = True, order: Sequence[tuple[str, str]] 
 
 
 def layout(config: Config) -> layout_pb2.Layout:
-    """Return the charts of the custom scalars page, on which tags are regular expressions."""
-    charts = {topic: [_lines(metric.label, metric.name) for metric in of_topic(topic)] for topic in TOPICS}
+    """Return the charts of the custom scalars page, on which tags are regular expressions: a line for each policy."""
+    of_policy = f"(({'|'.join(config.policies)})/)?" * bool(config.policies)
+    charts = {topic: [_lines(metric.label, of_policy + metric.name) for metric in of_topic(topic)] for topic in TOPICS}
     for title, tag in _evaluations(config):
         value, lower, upper = (tag_of(f"{tag} Points{edge}", order=config.eval_cells) for edge in ("", " low", " high"))
         series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
         charts["play"].append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
     if config.run.exact_every:
-        charts["play"].append(_lines("exploitability", "exploitability(_legal)?(_low|_high)?/.*"))
-    charts["play"].append(_lines("points in training games", "collection-.*/Points"))
-    charts["health"].append(_lines("ended by own invalid move", "collection-.*/Ended by own invalid move"))
+        charts["play"].append(_lines("exploitability", f"{of_policy}exploitability(_legal)?(_low|_high)?/.*"))
+    charts["play"].append(_lines("points in training games", f"{of_policy}collection-.*/Points"))
+    charts["health"].append(_lines("ended by own invalid move", f"{of_policy}collection-.*/Ended by own invalid move"))
     charts["health"].append(_lines("alarms", "run/alarms"))
     charts["speed"].append(_lines("tokens/s of engines", "inference/.*/tok_s"))
     categories = [
@@ -183,10 +186,11 @@ def _lines(title: str, tags: str) -> layout_pb2.Chart:
 
 def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the chart's title and the tag prefix of each evaluation that can be won."""
-    for env in config.eval_envs:
-        if env.num_players > 1 or is_judged(env.env_id):
-            cell = env.env_id, env.opponent
-            title = f"{env.env_id}, points{against(env.opponent)}, 95 %"
+    for policy, env in itertools.product(config.shares, config.eval_envs):
+        is_other = env.fixed_opponent != f"policy:{policy}"
+        if (env.num_players > 1 and is_other) or is_judged(env.env_id):
+            cell = env.env_id, env.opponent, policy
+            title = named(policy, f"{env.env_id}, points{against(env.opponent)}, 95 %")
             if config.run.eval_games:
                 yield title, evaluation_group("", *cell)
             if config.run.num_eval_workers and config.run.schedule != "sync":

@@ -24,19 +24,17 @@ from unstable_lite.errors import Caught
 from unstable_lite.files import AppendFile, RecordLog, to_line
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.rollout.back_pressure import InOrder
-from unstable_lite.tracking.displayed_metrics import Totals
+from unstable_lite.tracking.displayed_metrics import Totals, of_policy
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
 from unstable_lite.tracking.windows import (
-    WINDOW,
     Collected,
-    Diversity,
     GameWindows,
     collect,
     evaluated,
     judged_by_alarms,
 )
-from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs
+from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs, policy_of, uid_of
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +136,8 @@ class Tracker:
         self._league_log = LeagueLog(run_directory / "league.jsonl")
         self._train_data = TrainDataFiles(run_directory / "train_data")
         self.windows = GameWindows()
-        self._ended = InOrder[tuple[list[Collected], list[tuple[str, str, Any]]]]()
+        self._ended = InOrder[tuple[list[Collected], list[tuple[str, str, str, Any]]]]()
         """Entries of training games for the windows, released in the order of the game numbers."""
-        self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
@@ -169,7 +166,8 @@ class Tracker:
                 if record.spec.eval_label is None:
                     self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)
                 if not is_void:
-                    self.windows.add(f"evaluation-{env_id} ({opponent})", evaluated(record, agent.pid))
+                    windows = self.windows.of(agent.model.policy)
+                    windows.add(f"evaluation-{env_id} ({opponent})", evaluated(record, agent.pid))
             self._judge(judged_by_alarms(record))
         else:
             self._newest_game = self._newest_game if is_void else record
@@ -179,8 +177,7 @@ class Tracker:
             collected = [] if is_left_out else [collect(record, trajectory) for trajectory in record.trajectories]
             for of_players, of_game in self._ended.end(record.spec.game_idx, (collected, [*judged_by_alarms(record)])):
                 for of_player in of_players:
-                    self.windows.add(f"collection-{of_player.env_id}", of_player.entries)
-                    self._diversity[of_player.env_id].append(of_player.states, of_player.actions)
+                    self.windows.of(of_player.policy).add_collected(of_player)
                 self._judge(of_game)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
             with self.failures.survived("games.jsonl"):
@@ -193,11 +190,17 @@ class Tracker:
         self._log_league(evaluation.step)
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
-        """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`."""
+        """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`.
+
+        Their step is the update that made the checkpoint; for one of several policies, whose numbers are its own
+        updates, the run's newest update.
+        """
+        newest = self._step
         for model, env_id, opponent in [key for key in self._tallies if key[0] not in still_playing]:
             iteration = self.registry.get(model).iteration if self.registry is not None else None
-            tally = self._tallies.pop((model, env_id, opponent))
-            self._write_evaluation(tally.evaluation("concurrent", model, iteration or 0, env_id, opponent))
+            tally, step = self._tallies.pop((model, env_id, opponent)), iteration or 0
+            step = newest if step and policy_of(model) else step
+            self._write_evaluation(tally.evaluation("concurrent", model, step, env_id, opponent))
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Write the batch that update number `update` trained on; `version` is that of the policy before it.
@@ -217,11 +220,15 @@ class Tracker:
         with contextlib.suppress(OSError):  # the alarm may be about this very failure
             self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text, "is_repeat": is_repeat}))
 
-    def log_update(self, step: int, metrics: Mapping[str, float], histograms: Sequence[Histogram] = ()) -> None:
-        """Log `metrics` of this update with the windows over games, and a game every `TRANSCRIPT_EVERY` updates."""
-        everything = dict(metrics) | self.windows.metrics()
-        for env_id, diversity in self._diversity.items():
-            everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
+    def log_update(
+        self, step: int, metrics: Mapping[str, float], histograms: Sequence[Histogram] = (), policy: str = ""
+    ) -> None:
+        """Log `metrics` of this update with the windows over games, and a game every `TRANSCRIPT_EVERY` updates.
+
+        policy: the one that was updated, by whose name its metrics and histograms are logged.
+        """
+        everything = of_policy(policy, metrics) | self.windows.metrics()
+        shown = [replace(one, name=uid_of(policy, f"learner/{one.name}")) for one in histograms]
         everything |= {
             **{f"run/{name}": total for name, total in asdict(self.totals).items()},
             **({"run/branched_games": self.branched_games} if self.branched_games else {}),
@@ -232,8 +239,8 @@ class Tracker:
         game = self._newest_game if step % TRANSCRIPT_EVERY == 0 else None
         for sink in self._rich_sinks:
             with self.failures.survived(type(sink).__name__):
-                if histograms:
-                    sink.log_histograms(step, [replace(one, name=f"learner/{one.name}") for one in histograms])
+                if shown:
+                    sink.log_histograms(step, shown)
                 if game is not None:
                     sink.log_texts(step, {f"games/{game.spec.env_id}": transcript(game)})
         self._log_league(step)
@@ -263,7 +270,6 @@ class Tracker:
             "ended": [[*key, count] for key, count in self.ended.items()],
             "alarms": self.alarms,
             **self.windows.state_dict(),
-            "diversity": {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()},
             "tallies": [[*key, tally.state_dict()] for key, tally in self._tallies.items()],
         }
 
@@ -277,8 +283,6 @@ class Tracker:
         self.ended.update({(env, opponent, reason): count for env, opponent, reason, count in state.get("ended", ())})
         self.alarms = list(state["alarms"])
         self.windows.load_state_dict(state)
-        for env_id, diversity in state["diversity"].items():
-            self._diversity[env_id].load_state_dict(diversity)
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
         known = map(Evaluation.from_json, evaluations)
@@ -305,9 +309,9 @@ class Tracker:
             with self.failures.survived("league.jsonl"):
                 self._league_log.log(step, self.registry)
 
-    def _judge(self, entries: Iterable[tuple[str, str, Any]]) -> None:
-        for kind, games, value in entries:
-            self.windows.judged[kind, games].append(value)
+    def _judge(self, entries: Iterable[tuple[str, str, str, Any]]) -> None:
+        for policy, kind, games, value in entries:
+            self.windows.of(policy).judged[kind, games].append(value)
 
 
 def _opponent(spec: GameSpec) -> str:

@@ -19,7 +19,7 @@ from unstable_lite.types import Histogram
 
 IDENTITY = "wandb.json"
 """File in the run directory with the entity, project and id of its W&B run."""
-_EVALUATED = re.compile(r"evaluation-(.+) \((.+)\)/checkpoint (Points|Reward)")
+_EVALUATED = re.compile(r"(?:(\w+)/)?evaluation-(.+) \((.+)\)/checkpoint (Points|Reward)")
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,5 +88,5 @@ class WandbSink:
 
 def sortable(evaluated: re.Match[str]) -> str:
     """Return a second name of an evaluation's points or reward, in characters by which W&B can sort and filter."""
-    env_id, opponent, what = evaluated.groups()
-    return re.sub(r"\W+", "_", f"{what.lower()}_{env_id}_{opponent}", flags=re.ASCII).strip("_")
+    *names, what = evaluated.groups()
+    return re.sub(r"\W+", "_", "_".join(filter(None, [what.lower(), *names])), flags=re.ASCII).strip("_")

@@ -1,4 +1,4 @@
-"""Measures of play: means over the newest games or turns, diversity of a window, repetition in a batch.
+"""Measures of play, by policy: means over the newest games or turns, diversity of a window, repetition in a batch.
 
 Adding a game only hashes its texts; the metrics of diversity are computed once per update, over a window with limits on
 trajectories and turns.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from unstable_lite.config.games import opponent_shown
+from unstable_lite.config.games import opponent_shown, parse_player
+from unstable_lite.tracking.displayed_metrics import of_policy
 from unstable_lite.tracking.evaluations import POINTS
 from unstable_lite.types import BUDGET_SPENT, GameRecord, PlayerTrajectory, Step, Turn
 
@@ -30,13 +31,28 @@ SCORED, VALID, ENDED = "points", "without an own invalid move", "reasons"
 
 
 class GameWindows:
-    """Windows by group, sample size and metric name, and those that alarms judge."""
+    """Windows of one policy by group, sample size and metric name, those that alarms judge, and diversity by env.
+
+    Those of the policy "" have those of the run's other policies, and the ends of all games.
+    """
 
     def __init__(self) -> None:
+        self.policies: dict[str, GameWindows] = {}
+        """Windows of the policies with a name."""
         self.judged: dict[tuple[str, str], deque[Any]] = defaultdict(lambda: deque(maxlen=WINDOW))
         """Newest values by kind and games; those of kind `ENDED` are pairs, see `judged_by_alarms`."""
         self._windows: dict[tuple[str, str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._games_of: Counter[str] = Counter()
+        self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
+
+    def of(self, policy: str) -> GameWindows:
+        """Return the windows of one policy, new ones for a new name."""
+        return self.policies.setdefault(policy, GameWindows()) if policy else self
+
+    def add_collected(self, one: Collected) -> None:
+        """Add one player's training game."""
+        self.add(f"collection-{one.env_id}", one.entries)
+        self._diversity[one.env_id].append(one.states, one.actions)
 
     def add(self, group: str, entries: Entries) -> None:
         """Add the values of one player's game."""
@@ -45,17 +61,24 @@ class GameWindows:
             self._windows[group, count, name].extend(values)
 
     def metrics(self) -> dict[str, float]:
-        """Return every window's mean, every group's sample sizes, and its number of games since the start."""
+        """Return every window's mean, every group's sample sizes, its number of games since the start, and diversity."""
         metrics: dict[str, float] = {}
         for (group, count, name), window in self._windows.items():
             metrics[f"{group}/{name}"] = sum(window) / len(window)
             metrics[f"{group}/{count}"] = max(metrics.get(f"{group}/{count}", 0), len(window))
-        return metrics | {f"{group}/step": games for group, games in self._games_of.items()}
+        metrics |= {f"{group}/step": games for group, games in self._games_of.items()}
+        for env_id, diversity in self._diversity.items():
+            metrics |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
+        of_others = (of_policy(policy, windows.metrics()) for policy, windows in self.policies.items())
+        return metrics | {name: value for of_one in of_others for name, value in of_one.items()}
 
     def state_dict(self) -> dict[str, Any]:
         windows = [[*key, list(window)] for key, window in self._windows.items()]
         judged = [[*key, list(window)] for key, window in self.judged.items()]
-        return {"windows": windows, "games_of": dict(self._games_of), "judged": judged}
+        diversity = {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()}
+        policies = {policy: windows_of.state_dict() for policy, windows_of in self.policies.items()}
+        state = {"windows": windows, "games_of": dict(self._games_of), "judged": judged, "diversity": diversity}
+        return state | ({"policies": policies} if policies else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, count, name, values in state["windows"]:
@@ -63,34 +86,44 @@ class GameWindows:
         self._games_of = Counter(state["games_of"])
         for kind, games, values in state.get("judged", ()):
             self.judged[kind, games].extend(values)
+        for env_id, diversity in state["diversity"].items():
+            self._diversity[env_id].load_state_dict(diversity)
+        for policy, of_one in state.get("policies", {}).items():
+            self.of(policy).load_state_dict(of_one)
 
 
-def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind of window, games, and the value of a finished game.
+def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield policy, kind of window, games, and the value of a finished game; points only if the opponent does not learn.
 
-    The end has the reason (empty for a stop), and the fewest tokens of an answer that was cut off, if one was.
+    The end, which is no policy's, has the reason (empty for a stop), and the fewest tokens of an answer that was cut
+    off, if one was.
     """
     spec = record.spec
     cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]
-    yield ENDED, spec.env_id, ["" if record.reason == BUDGET_SPENT else record.reason, min(cut, default=None)]
+    yield "", ENDED, spec.env_id, ["" if record.reason == BUDGET_SPENT else record.reason, min(cut, default=None)]
     if record.end == "void" or spec.eval_label is not None or spec.start is not None:
         return
     is_training = spec.kind == "train"
-    own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None)]
+    trained = (a for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None))
+    own = {a.pid: a.model.policy for a in trained}
     others = {a.model.name for a in spec.agent_specs if a.pid not in own}
     opponent = others.pop() if len(others) == 1 else None
     if is_training:
-        yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
-    for pid in own:
-        if opponent is not None and record.outcomes[pid] != "na":
+        for policy in dict.fromkeys(own.values()) or ("",):
+            yield policy, VALID, spec.env_id, float(policy not in map(own.get, record.invalid_pids))
+    if opponent is None or parse_player(opponent).kind == "policy":
+        return
+    for pid, policy in own.items():
+        if record.outcomes[pid] != "na":
             games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against "
-            yield SCORED, games + opponent_shown(opponent, spec.sampling), POINTS[record.outcomes[pid]]
+            yield policy, SCORED, games + opponent_shown(opponent, spec.sampling), POINTS[record.outcomes[pid]]
 
 
 @dataclass(slots=True)
 class Collected:
     """Values that one player's training game adds to the windows, without the game."""
 
+    policy: str
     env_id: str
     entries: Entries
     states: tuple[int, ...]
@@ -123,7 +156,7 @@ def collect(record: GameRecord, trajectory: PlayerTrajectory) -> Collected:
             ("n (answered)", "Adapter Versions"): [len(versions)],
         }
     states, actions = (digests(getattr(turn, name) for turn in turns) for name in ("observation", "action"))
-    return Collected(record.spec.env_id, entries, states, actions)
+    return Collected(trajectory.model.policy, record.spec.env_id, entries, states, actions)
 
 
 def evaluated(record: GameRecord, pid: int) -> Entries:

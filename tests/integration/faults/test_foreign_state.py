@@ -154,7 +154,7 @@ def load_state(directory: Path) -> None:
             pool=CheckpointPool(
                 config.league, 2, registry, table, nobody, adapter_sync, directory / "adapters", said.append
             ),
-            health=TrainingHealth(config, directory, buffer, tracker, said.append, asyncio.Event()),
+            health=TrainingHealth(config, directory, {"": buffer}, tracker, said.append, asyncio.Event()),
             terminal=SimpleNamespace(say=said.append),
         )
         CheckpointSaver(parts, progress=nobody or SimpleNamespace(), evaluations=nobody)._restore(checkpoint)  # type: ignore[arg-type]
