@@ -69,7 +69,7 @@ def run(
     with errors_as_messages(debug):
         from unstable_lite.config.reading import read_config
         from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.orchestrator.checkpoint import lasting_changes
+        from unstable_lite.tracking.run_directory import lasting_changes
         from unstable_lite.orchestrator.event_loop import run_in_loop
         from unstable_lite.orchestrator.run import Run
         from unstable_lite.planning.plan import load_plan

@@ -28,7 +28,8 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import ModelMeta, Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
 from unstable_lite.types import BASE, INITIAL, ModelRef
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")

@@ -23,7 +23,8 @@ from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError, RequestError, UnstableError
-from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.ratings import ModelMeta
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.planning.defaults import adapter_slots_needed
 from unstable_lite.planning.plan import Plan

@@ -36,6 +36,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.learner import UPDATE_TIMEOUT_S
+from unstable_lite.learner.client import restore_all
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks, canary_prompts
 from unstable_lite.orchestrator.checkpoint import Checkpoint
@@ -276,7 +277,7 @@ class RunParts:
             ENGINE_STALL_S if engine else UPDATE_TIMEOUT_S,
             restore=partial((sharing or self.adapter_sync).restore, engine)
             if engine
-            else self.workers.restore_learners,
+            else partial(restore_all, [*self.workers.learners.values()]),
             alarm=self.alarm,
             starting=sharing.starting if sharing else contextlib.nullcontext,
             is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
 from unstable_lite.learner import load_learner, worker
-from unstable_lite.learner.client import LearnerClient, train_items
+from unstable_lite.learner.client import LearnerClient, restore_all, train_items
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.transport.messages import LoadLearner, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
@@ -98,7 +99,7 @@ class Learning:
 async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks: int = 1) -> AsyncIterator[Learning]:
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
-    client = LearnerClient(router, config.learner)
+    client = LearnerClient(WorkerChannel(router, "learner"))
     ranks = []
     for rank, channel in enumerate(
         [client.channel, *(WorkerChannel(router, f"learner-{rank}") for rank in range(1, num_ranks))]
@@ -118,7 +119,7 @@ async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks:
     await process.start()
     await process.ready(120)
     alarms: list[str] = []
-    supervisor = Supervisor(process, config.run, 120, 120, client.restore, alarms.append)
+    supervisor = Supervisor(process, config.run, 120, 120, partial(restore_all, [client]), alarms.append)
     arena = AdapterStore("learning", tmp_path, bytes_needed=1 << 60)
     learning = Learning(client, process, supervisor, arena, alarms)
     async with asyncio.TaskGroup() as tasks:

@@ -53,10 +53,12 @@ def build_model_sampler(config: Config, registry: ModelRegistry, rng: random.Ran
             problems.append(f"{OPPONENT}: the weight of {name!r} is {weight!r}; set a finite number above 0")
         try:
             player, given = parse_player(name), dict[str, Any]()
-            if player.kind == "policy":
-                sampler, given = OtherPolicyModelSampler, {"policy": player.rest}
-            elif (sampler := plugins.find(OPPONENT, name, MODEL_SAMPLERS)) is LaggedModelSampler:
+            is_policy = player.kind == "policy"
+            sampler = OtherPolicyModelSampler if is_policy else plugins.find(OPPONENT, name, MODEL_SAMPLERS)
+            if sampler is LaggedModelSampler:
                 given = {"lag_range": league.opponent_lag}
+            elif is_policy:
+                given = {"policy": player.rest}
             samplers.append(_made(OPPONENT, name, partial(sampler, registry, rng, **given), options, BaseModelSampler))
             weights.append(weight)
         except ConfigError as error:
