@@ -69,11 +69,11 @@ def run(
     with errors_as_messages(debug):
         from unstable_lite.config.reading import read_config
         from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.tracking.run_directory import lasting_changes
         from unstable_lite.orchestrator.event_loop import run_in_loop
         from unstable_lite.orchestrator.run import Run
         from unstable_lite.planning.plan import load_plan
         from unstable_lite.planning.trust import run_config
+        from unstable_lite.tracking.run_directory import lasting_changes
 
         if resume is not None:  # the run has its own config; a first argument is an override
             changes = [*([config] if config is not None else []), *(overrides or [])]

@@ -270,6 +270,7 @@ class CheckpointSaver:
         stateful = self._stateful() | {"tracker": parts.tracker}
         state = {
             "updates": progress.updates,
+            "version": next(iter(policies.values())).version,
             **({"updates_of": {name: each.updates for name, each in policies.items()}} if "" not in policies else {}),
             "skipped_updates": progress.skipped,
             "evaluated": self._evaluations.done(),
