@@ -181,7 +181,9 @@ def rewind(
         (line["step"], to_tag(f"{group} n"))
         for line in read_records(evaluations)
         if is_repeated(line)
-        for group in [evaluation_group(line["label"], line["env_id"], line["opponent"], policy_of(line.get("model", "")))]
+        for group in [
+            evaluation_group(line["label"], line["env_id"], line["opponent"], policy_of(line.get("model", "")))
+        ]
         for to_tag in (str, with_slugs, tag_of)  # of metrics.jsonl, and of TensorBoard's files, also of before
     }
 
