@@ -1,8 +1,8 @@
 """Frozen players: the base, and adapters that do not change, by the names that configs and commands give them.
 
-Owns the adapters that `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N` (or `newest`, `best`) and `average:DIRECTORY` stand
-for, the facts that an adapter's files alone show, the copies in a run directory, and the names, order and best of the
-adapters that a run saved. Loads no weights; the engines do.
+Owns the adapters that `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N` (or `newest`, `best`; with `/POLICY` one of several
+policies) and `average:DIRECTORY` stand for, the facts that an adapter's files alone show, the copies in a run
+directory, and the names, order and best of the adapters that a run saved. Loads no weights; the engines do.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
 from unstable_lite.rng import derive_seed
+from unstable_lite.types import policy_of
 
 NEWEST, BEST = "newest", "best"
 COPIES = "opponents"
@@ -212,15 +213,16 @@ def by_update(directory: Path) -> dict[int, Path]:
 def find_saved(word: str) -> Path:
     """Return the adapter that `DIRECTORY/ckpt-N`, `DIRECTORY/newest` or `DIRECTORY/best` names.
 
-    Kept adapters count like checkpoints. Raises ConfigError if there is no such run or adapter.
+    If the run has several policies it is that of `main`, else of the first one, or of the one named after another `/`.
+    Kept adapters count like checkpoints. Raises ConfigError if there is no such run, policy or adapter.
     """
-    match = re.fullmatch(r"(.+)/(ckpt-\d+|newest|best)/*", word)
+    match = re.fullmatch(r"(.+)/(ckpt-\d+|newest|best)(?:/(\w+))?/*", word)
     if match is None:
         raise ConfigError("write run:DIRECTORY/ckpt-N, run:DIRECTORY/newest or run:DIRECTORY/best")
-    run, which = Path(match[1]).expanduser(), match[2]
+    run, which, policy = Path(match[1]).expanduser(), match[2], match[3]
     if which == BEST:
-        return find_best(run)[0]
-    saved = _saved(run)
+        return find_best(run, policy)[0]
+    saved = _saved(run, policy)
     update = max(saved) if which == NEWEST else int(which.removeprefix("ckpt-"))
     if update not in saved:
         there = ", ".join(f"ckpt-{number}" for number in sorted(saved)[-10:])
@@ -228,20 +230,25 @@ def find_saved(word: str) -> Path:
     return saved[update]
 
 
-def find_best(run: Path) -> tuple[Path, str]:
+def find_best(run: Path, policy: str | None = None) -> tuple[Path, str]:
     """Return the saved adapter with the best mean points over all of the run's eval envs, and a text about it.
 
-    Only evaluations with a quota count; a single-player env counts with its mean reward; of equal means the newest is
-    taken. Raises ConfigError as `find_saved`, and if no saved adapter was evaluated on all eval envs.
+    Only evaluations with a quota count, and none against a policy that learns if there are others; a single-player env
+    counts with its mean reward; of equal means the newest is taken. policy: as `find_saved` takes it. Raises
+    ConfigError as `find_saved`, and if no saved adapter was evaluated on all eval envs.
     """
-    saved = _saved(run)
+    policy = policies_of(run)[0] if policy is None else policy
+    saved = _saved(run, policy)
     results: dict[int, dict[tuple[str, str], float]] = {}
     for line in read_records(run / "eval.jsonl"):
-        update = update_of(Path(line["model"]))
+        # A policy counts its own updates, and a checkpoint of several policies those of the run.
+        update = line["step"] if policy else update_of(Path(line["model"]))
         result = line["mean_reward"] if line["points"] is None else line["points"]
-        if line["label"] != "concurrent" and update in saved and result is not None:
+        is_own = policy_of(line["model"]) == policy and line["label"] != "concurrent"
+        if is_own and update in saved and result is not None:
             results.setdefault(update, {})[line["env_id"], line["opponent"]] = result
     envs = _eval_envs(run)
+    envs = {env for env in envs if parse_player(env[1]).kind != "policy"} or envs
     means = {
         update: fmean(of_env[env] for env in envs) for update, of_env in results.items() if envs and envs <= {*of_env}
     }
@@ -252,27 +259,47 @@ def find_best(run: Path) -> tuple[Path, str]:
         )
     best, count = saved[max(means, key=lambda update: (means[update], update))], len(means)
     of = f"best of {count} evaluated checkpoint{'s' * (count > 1)}"
-    return best, f"{best.name}, {of}: {shlex.quote(f'run:{run}/{BEST}')}"
+    return best, f"{name_of(best)}, {of}: {shlex.quote(f'run:{run}/{BEST}')}"
 
 
-def _saved(run: Path) -> dict[int, Path]:
+def name_of(adapter: Path) -> str:
+    """Return the name of a saved adapter: `ckpt-40`, or `ckpt-40/main` of one of several policies."""
+    return adapter.name if update_of(adapter.parent) is None else f"{adapter.parent.name}/{adapter.name}"
+
+
+def policies_of(run: Path) -> list[str]:
+    """Return the names of a run's policies, first the one that is meant if none is named; "" for the only one."""
+    policies = _config_of(run).get("policies") if (run / "config.toml").is_file() else None
+    names = filter(re.compile(r"\w+").fullmatch, policies if isinstance(policies, dict) else ())
+    return sorted(names, key=lambda name: name != "main") or [""]
+
+
+def _saved(run: Path, policy: str | None = None) -> dict[int, Path]:
     if not (run / "checkpoints").is_dir():
         raise ConfigError(f"{run} is not a run directory: it has no checkpoints/")
     check_links(run)
-    saved = by_update(run / "adapters") | by_update(run / "checkpoints")
+    saved, policies = by_update(run / "adapters") | by_update(run / "checkpoints"), policies_of(run)
     if not saved:
         raise ConfigError(f"{run} has no checkpoint yet")
-    return saved
+    if (name := policies[0] if policy is None else policy) not in policies:
+        raise ConfigError(f"{run} has no policy {name!r}; it has {', '.join(filter(None, policies)) or 'only one'}")
+    return {update: path / name for update, path in saved.items()}
 
 
 def _eval_envs(run: Path) -> set[tuple[str, str]]:
     """Return env and opponent of each eval env in a run's config."""
     path = run / "config.toml"
     try:
-        envs: list[dict[str, Any]] = parse_toml(path.read_bytes(), str(path)).get("eval_envs", [])
+        envs: list[dict[str, Any]] = _config_of(run).get("eval_envs", [])
         specs = [EvalEnvSpec.model_validate({key: env[key] for key in NAMED_BY if key in env}) for env in envs]
         return {(spec.env_id, spec.opponent) for spec in specs}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not the config of a run: {type(error).__name__}: {error}") from error
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    path = run / "config.toml"
+    try:
+        return parse_toml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

@@ -15,7 +15,7 @@ from unstable_lite.adapters.frozen import update_of
 from unstable_lite.dashboards.text_rows import aligned
 from unstable_lite.tracking.intervals import percent, points_interval
 from unstable_lite.tracking.result_rows import SCRIPTED
-from unstable_lite.types import BASE, INITIAL
+from unstable_lite.types import BASE, INITIAL, policy_of
 
 FIXED = "fixed-"
 """Beginning of a fixed opponent's uid."""
@@ -129,7 +129,7 @@ def about(opponent: str) -> str:
 @cache
 def age(uid: str) -> tuple[bool, int, str]:
     """Return a sort key: the models that a run began with, its checkpoints by number, fixed opponents."""
-    update = 0 if uid in STARTS else update_of(Path(uid))
+    update = None if uid.startswith(FIXED) else 0 if _is_start(uid) else update_of(Path(uid))
     return update is None, update or 0, uid
 
 
@@ -145,7 +145,7 @@ def find_strongest(standings: Iterable[Standing], games: Counter[str]) -> str | 
 def choose(standings: Sequence[Standing], games: Counter[str], room: int) -> list[Standing]:
     """Return at most `room` of the models, those that matter, in the given order.
 
-    These are the current policy, the strongest checkpoint, the base, fixed opponents with the most games, and past
+    These are the current policies, the strongest checkpoint, the base, fixed opponents with the most games, and past
     checkpoints spread over the run: of each part of the run the one with the most games. If not all fit, fixed
     opponents take up to half of the rest. games: number of games against other models.
     """
@@ -153,7 +153,7 @@ def choose(standings: Sequence[Standing], games: Counter[str], room: int) -> lis
     fixed = sorted((standing.uid for standing in standings if _is_fixed(standing.uid)), key=lambda uid: -games[uid])
     current = [standing.uid for standing in standings if standing.is_current]
     strongest = find_strongest(standings, games)
-    starts = [uid for uid in own if uid in STARTS]
+    starts = [*filter(_is_start, own)]
     wanted = list(dict.fromkeys([*current, *([strongest] if strongest else []), *starts]))
     past = [uid for uid in own if uid not in wanted]
     left = max(room - len(wanted), 0)
@@ -169,6 +169,10 @@ def _is_fixed(uid: str) -> bool:
     return age(uid)[0]
 
 
+def _is_start(uid: str) -> bool:
+    return uid.rpartition("/")[2] in STARTS
+
+
 def ladder_lines(league: League, width: int, height: int, has_results: bool) -> list[Text]:
     """Return at most this many rows: a head, and the newest policy, the strongest, the base and fixed opponents.
 
@@ -179,7 +183,8 @@ def ladder_lines(league: League, width: int, height: int, has_results: bool) -> 
     if not any(games.values()):
         return [title, Text("no games between different models yet")]
     # Not the past checkpoints, of which others would be shown at each update.
-    lasting = [row for row in ladder if row.is_current or row.uid in (*STARTS, strongest) or _is_fixed(row.uid)]
+    starts = {strongest, *(row.uid for row in ladder if _is_start(row.uid))}
+    lasting = [row for row in ladder if row.is_current or row.uid in starts or _is_fixed(row.uid)]
     shown = choose(lasting, games, height - 1)
     title.append(f" {len(shown)} of {len(ladder)} models", style="dim not bold")
     table = [[title, Text("μ ± σ", style="dim"), Text("games", style="dim")]]
@@ -191,7 +196,7 @@ def ladder_lines(league: League, width: int, height: int, has_results: bool) -> 
     uids = [row.uid for row in shown]
     for opponent in league.opponents(uids) if has_results else ():
         is_newest = any(row.is_current for row in shown if row.uid == opponent)
-        head = Text(f"vs {'newest' if is_newest else _short(opponent)}", style="dim")
+        head = Text(f"vs {policy_of(opponent) or 'newest' if is_newest else _short(opponent)}", style="dim")
         head.truncate(LONGEST_HEAD, overflow="ellipsis")
         column = [head, *(_cell(league.of(uid, opponent), uid == opponent) for uid in uids)]
         if lines[0].cell_len + 2 + max(cell.cell_len for cell in column) > width:

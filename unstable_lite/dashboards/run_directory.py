@@ -145,6 +145,11 @@ class RunDirectory:
         """Return the lines of `<name>.jsonl`: of metrics, league, eval or alarms."""
         return self._tails[name].lines
 
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies that learn; "" for the only one of a run."""
+        return [*self.config.get("policies", ())] or [""]
+
     def updates(self) -> list[Metrics]:
         """Return the line of metrics of each update."""
         return [line for line in self.lines("metrics") if "run/games" in line]
@@ -152,7 +157,7 @@ class RunDirectory:
     def spikes(self) -> list[Spike]:
         """Return the spikes of the updates; they are looked for only if there are new updates."""
         if self._judged != len(updates := self.updates()):
-            self._spikes, self._judged = find_spikes(updates), len(updates)
+            self._spikes, self._judged = find_spikes(updates, self.policies), len(updates)
         return self._spikes
 
     def pace(self) -> tuple[float, float] | None:

@@ -26,13 +26,14 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
-from unstable_lite.adapters.frozen import by_update, find_best
+from unstable_lite.adapters.frozen import by_update, find_best, policies_of
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import about
 from unstable_lite.dashboards.run_directory import RunDirectory
 from unstable_lite.dashboards.text_rows import hanging
 from unstable_lite.errors import UnstableError
 from unstable_lite.printable import visible
+from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.result_rows import ResultRow
 
@@ -246,7 +247,8 @@ def evaluation_tables(rows: Iterable[ResultRow]) -> list[Table]:
 
 def remark_lines(evaluations: Iterable[Evaluation]) -> list[str]:
     """Return the remarks on evaluations, to print below their tables."""
-    return [f"{e.label}, {e.env_id}{against(e.opponent)}: {remark}" for e in evaluations for remark in e.remarks]
+    found = ((one, remark) for one in evaluations for remark in one.remarks)
+    return [f"{e.label}, {named(e.policy, e.env_id)}{against(e.opponent)}: {remark}" for e, remark in found]
 
 
 def next_commands(run: Path, rows: Iterable[ResultRow], is_over: bool) -> dict[str, tuple[str, str]]:
@@ -255,7 +257,7 @@ def next_commands(run: Path, rows: Iterable[ResultRow], is_over: bool) -> dict[s
     rows: its results, which show if there is an opponent to play against. is_over: whether all updates are made.
     """
     steps, saved = dict[str, tuple[str, str]](), by_update(run / "checkpoints")
-    model, path = str(run), saved[max(saved)] if saved else run
+    model, path = str(run), saved[max(saved)] / policies_of(run)[0] if saved else run
     with contextlib.suppress(UnstableError):  # no checkpoint was both evaluated and saved
         path, text = find_best(run)
         words, _, named = text.partition(": ")

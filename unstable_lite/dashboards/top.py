@@ -27,10 +27,11 @@ from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.terminal import next_commands, upcoming
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, all_shortened, hanging, sparkline
-from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
+from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, named, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
 from unstable_lite.tracking.run_directory import LIVE_EVERY_S
+from unstable_lite.types import uid_of
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 20
 WIDE = 80
@@ -151,7 +152,7 @@ def _header(view: RunDirectory, width: int) -> list[Text]:
 
 
 def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
-    """Return a row for each env and opponent; a second one, with the verdict in words, if these do not fit into it."""
+    """Return a row for each policy, env and opponent; a second one, with the verdict in words, if there is room."""
     rows = view.results()
     if not rows:
         return [Text("results", style="bold"), *hanging(Text(f"  {upcoming(view)}"), width, 2)]
@@ -159,14 +160,14 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
     newest = f"update {updates.pop()}" if len(updates) == 1 else "newest"
     heads = ["first" if any(row.before.step for row in rows) else "before", newest, "95 % interval", "change"]
     table = [[Text("results", style="bold"), *(Text(head, style="dim") for head in heads)]]
-    names = [row.label.removeprefix(f"{row.env_id}, ") + " (training)" * row.is_concurrent for row in rows]
+    names = [row.label.replace(f"{row.env_id}, ", "", 1) + " (training)" * row.is_concurrent for row in rows]
     for row, name in zip(rows, all_shortened(names), strict=True):
         style, mark = COLOURS[row.verdict], {0: "  ", 1: "▲ ", -1: "▼ "}[row.direction]
         numbers = (row.before.value_text, row.newest.value_text, row.newest.interval_text, row.change_text)
         styles = ("", f"{style} bold", "", style)
         table.append([Text.assemble((mark, style), name), *map(Text, numbers, styles)])
-    env_ids = [row.env_id for row in rows]
-    num_envs = len(set(env_ids)) if len(set(env_ids)) > 1 else 0
+    envs = [(row.policy, row.env_id) for row in rows]
+    num_envs = len({*envs}) if len({row.env_id for row in rows}) > 1 else 0
     has_second = 1 + num_envs + 2 * len(rows) <= room
     trends = _trends(rows, 24 if width > MATRIX_WIDTH else 10)
     lines = aligned(table, "lrrrr", width - (2 + trends[1].cell_len) * (width >= WIDE and not has_second))
@@ -178,7 +179,7 @@ def _results(view: RunDirectory, width: int, room: int) -> list[Text]:
             below.append(column)
     shown = lines[:1]
     for number, row in enumerate(rows, start=1):
-        if num_envs and row.env_id not in env_ids[: number - 1]:
+        if num_envs and envs[number - 1] not in envs[: number - 1]:
             shown.append(Text(row.env_id, style="dim"))
         shown.append(lines[number])
         second = Text("  ").join([Text(), *(column[number] for column in below)])
@@ -230,17 +231,24 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
     lines += hanging(Text(f"{'games ended early':<{LABEL}}  {ended or 'none'}"), width, 1)
     if not view.updates():
         return [*lines, Text(f"{'metrics':<{LABEL}}  none yet; they come with the first update")]
-    lines += _metric_lines(view, of_topic("health"), spikes, cells)
-    for env in view.config["train_envs"]:
-        shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells)
-        lines += [Text(f"training games of {env['env_id']}", style="dim"), *shown] if shown else []
-    return lines + _metric_lines(view, of_topic("speed"), spikes, cells)
+    for policy in dict.fromkeys([*view.policies, ""]):  # those of the run last
+        lines += [Text(policy, style="bold")] * bool(policy)
+        lines += _metric_lines(view, of_topic("health"), spikes, cells, policy)
+        for env in view.config["train_envs"]:
+            shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells, policy)
+            title = named(policy, f"training games of {env['env_id']}")
+            lines += [Text(title, style="dim"), *shown] if shown else []
+        lines += _metric_lines(view, of_topic("speed"), spikes, cells, policy)
+    return lines
 
 
-def _metric_lines(view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], cells: int) -> list[Text]:
+def _metric_lines(
+    view: RunDirectory, metrics: Sequence[Metric], spikes: Sequence[Spike], cells: int, policy: str
+) -> list[Text]:
     """Return a row for each metric that has values, with a sparkline of at most `cells` cells."""
-    lines, marked, updates = [], {(spike.metric, spike.update) for spike in spikes}, view.updates()
-    for metric in metrics:
+    marked = {(uid_of(spike.policy, spike.metric), spike.update) for spike in spikes}
+    lines, updates = [], view.updates()
+    for metric in (metric.of(policy) for metric in metrics):
         counted = (line for line in updates if metric.n is None or line.get(metric.n))
         known = [(line["step"], line[metric.name]) for line in counted if line.get(metric.name) is not None]
         if not known:

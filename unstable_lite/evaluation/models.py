@@ -16,7 +16,10 @@ from unstable_lite.adapters.frozen import (
     drawn_member,
     find_adapter,
     members,
+    name_of,
+    policies_of,
     read_facts,
+    update_of,
 )
 from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
 from unstable_lite.config import Config
@@ -94,7 +97,7 @@ def find_run(words: Iterable[str]) -> Path | None:
     for word in words:
         player = parse_player(word)
         path = Path(player.rest if player.has_adapter else word).expanduser().resolve()
-        for directory in (path, *path.parents[:2]):
+        for directory in (path, *path.parents[:3]):
             if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
                 return directory
     return None
@@ -117,12 +120,13 @@ def _find(word: str) -> list[EvaluatedModel]:
             adapters = [path]
         elif (path / "checkpoints").is_dir():
             check_links(path)
-            adapters = [*by_update(path / "checkpoints").values()]
+            policies = policies_of(path)
+            adapters = [saved / one for saved in by_update(path / "checkpoints").values() for one in policies]
             if not adapters:
                 raise ConfigError(f"{path} has no checkpoint: {path / 'checkpoints'} holds no ckpt-<n>")
         else:
             raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
-        return [EvaluatedModel(name=one.path.name, key=one.key, adapter=one) for one in map(read_facts, adapters)]
+        return [EvaluatedModel(name=name_of(one.path), key=one.key, adapter=one) for one in map(read_facts, adapters)]
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
             f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'run:DIRECTORY/best', "
@@ -165,8 +169,9 @@ def _with_distinct_names(models: dict[str, EvaluatedModel]) -> dict[str, Evaluat
 
 
 def _with_run(path: Path) -> str:
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return f"{run.name}/{path.name}"
+    place = path if update_of(path.parent) is None else path.parent  # of one of several policies
+    run = place.parent.parent if place.parent.name == "checkpoints" else place.parent
+    return f"{run.name}/{name_of(path)}"
 
 
 def check_served(models: Iterable[EvaluatedModel]) -> None:

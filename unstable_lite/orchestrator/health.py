@@ -144,7 +144,7 @@ class TrainingHealth:
         self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)], policy)
 
     def check_evaluation(self, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the policy's best one before of that env and opponent; judge its games' ends."""
+        """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games."""
         self._judge([*self._compared(evaluation), *self._early_ends()])
 
     async def run(self) -> None:

@@ -61,7 +61,7 @@ class GameWindows:
             self._windows[group, count, name].extend(values)
 
     def metrics(self) -> dict[str, float]:
-        """Return every window's mean, every group's sample sizes and number of games since the start, and diversity."""
+        """Return every window's mean, every group's sample sizes and games since the start, and diversity."""
         metrics: dict[str, float] = {}
         for (group, count, name), window in self._windows.items():
             metrics[f"{group}/{name}"] = sum(window) / len(window)
@@ -93,10 +93,10 @@ class GameWindows:
 
 
 def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
-    """Yield policy, kind of window, games and value of a finished game; points only if the opponent does not learn.
+    """Yield policy, kind of window, games, and the value of a finished game.
 
-    The end, which is no policy's, has the reason (empty for a stop), and the fewest tokens of an answer that was cut
-    off, if one was.
+    There are no points against another policy that learns. The end, which is no policy's, has the reason (empty for a
+    stop), and the fewest tokens of an answer that was cut off, if one was.
     """
     spec = record.spec
     cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]

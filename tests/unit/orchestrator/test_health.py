@@ -49,9 +49,8 @@ class Watched:
         self.watching: asyncio.Task[None] | None = None
 
     def new_guard(self) -> TrainingHealth:
-        return TrainingHealth(
-            self.config, self.directory, {"": self.buffer}, self.tracker, self.logged.append, self.stop
-        )
+        buffers, say = {"": self.buffer}, self.logged.append
+        return TrainingHealth(self.config, self.directory, buffers, self.tracker, say, self.stop)
 
     def start(self) -> None:
         """Let the guard look at the time until the end of the test."""

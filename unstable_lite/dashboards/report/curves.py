@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from unstable_lite.dashboards.league import FIXED, name_of
+from unstable_lite.dashboards.league import FIXED, Result, name_of
 from unstable_lite.dashboards.run_directory import Group, RunData
-from unstable_lite.tracking.displayed_metrics import METRICS, TOPICS, Metric, is_share, metrics_of_env
+from unstable_lite.tracking.displayed_metrics import METRICS, TOPICS, Metric, is_share, metrics_of_env, named
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.intervals import percent, percent_range, points_interval, seeds_interval
 from unstable_lite.tracking.result_rows import ResultRow, SeedsEvaluation, seeds_rows, side_by_side, with_games
-from unstable_lite.types import BASE
+from unstable_lite.types import BASE, policy_of, uid_of
 
 OF_TURNS = re.compile(r"Format Success|Respone? Length|Response Length|Observation Length|Time per Turn")
 IS_EDGE = re.compile(r" (low|high)$")
+PARTS = 20
+"""Parts of a run, for results that are rare."""
 
 Band = tuple[float, float] | None
 Line = dict[str, Any]
@@ -48,23 +50,28 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
     metrics += [("", metric) for metric in METRICS.values()]
     engines = sorted(name for name in curves if re.match("inference/.*/tok_s$", name))
     metrics += [("", Metric(f"tokens a second, {name[10:-6]}", name, topic="speed")) for name in engines]
-    known = [(env_id, metric) for env_id, metric in metrics if metric.name in curves]
-    has_envs = len({env_id for env_id, _ in known if env_id}) > 1
-    charts: dict[str, list[dict[str, Any]]] = {topic: [] for topic in TOPICS}
-    charts["play"] = [chart for chart in evaluation_charts(runs) if chart["name"] in curves]
-    for env_id, metric in known:
-        title = metric.title or metric.label[:1].upper() + metric.label[1:]
-        title += f", {env_id}" * bool(has_envs and env_id)
-        charts[metric.topic].append({"name": metric.name, "title": title, "explain": metric.meaning})
-    titled = {TOPICS[topic]: of_topic for topic, of_topic in charts.items()}
+    policies, titled = dict.fromkeys(policy for run in runs for policy in run.policies), dict[str, list[Any]]()
+    for policy in dict.fromkeys([*filter(None, policies), ""]):  # those of the run last
+        of_one = [(env_id, metric.of(policy)) for env_id, metric in metrics]
+        known = [(env_id, metric) for env_id, metric in of_one if metric.name in curves]
+        has_envs = len({env_id for env_id, _ in known if env_id}) > 1
+        charts: dict[str, list[dict[str, Any]]] = {topic: [] for topic in TOPICS}
+        charts["play"] = [chart for chart in evaluation_charts(runs, policy) if chart["name"] in curves]
+        for env_id, metric in known:
+            title = metric.title or metric.label[:1].upper() + metric.label[1:]
+            title += f", {env_id}" * bool(has_envs and env_id)
+            chart = {"name": metric.name, "title": named(policy, title), "explain": metric.meaning}
+            charts[metric.topic].append(chart)
+        of_run = {named(policy, TOPICS[topic]): of_topic for topic, of_topic in charts.items()}
+        titled |= {title: shown for title, shown in of_run.items() if shown or "" in policies}
     titled[f"Every recorded curve ({len(curves)})"] = [{"name": name, "title": name} for name in sorted(curves)]
     return [{"title": title, "charts": shown} for title, shown in titled.items()]
 
 
-def evaluation_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+def evaluation_charts(runs: Sequence[RunData], policy: str) -> list[dict[str, Any]]:
     """Return a chart for each env and opponent, in the order of the config, those of games while training last."""
     charts = []
-    for of_runs in side_by_side([run.rows for run in runs]):
+    for of_runs in side_by_side([[row for row in run.rows if row.policy == policy] for run in runs]):
         known = [row for row in of_runs if row is not None]
         row, references = with_games(known), {row.reference for row in known}
         explain = "Games beside the training ones." if row.is_concurrent else "Games that are not trained on."
@@ -99,7 +106,8 @@ def _points_by_name(runs: Sequence[RunData]) -> dict[str, list[Point]]:
 
 def _tag(row: ResultRow) -> str:
     """Return the name of the metric that a result row shows."""
-    return f"{evaluation_group(row.newest.label, *row.key[1:])} {'Points' if row.newest.is_share else 'Reward'}"
+    group = evaluation_group(row.newest.label, row.env_id, row.opponent, row.policy)
+    return f"{group} {'Points' if row.newest.is_share else 'Reward'}"
 
 
 def _point(runs: Iterable[RunData], step: int, y: float, band: Band, shown: str, *details: str) -> Point:
@@ -159,7 +167,7 @@ def metric_points(run: RunData, name: str) -> list[Point]:
 def _count_of(name: str) -> str:
     """Return the metric that is the number of entries of a mean; "" if there is none."""
     group, _, metric = name.rpartition("/")
-    if not group.startswith(("collection-", "evaluation-")):
+    if not re.match(r"(\w+/)?(collection|evaluation)-", group):
         return ""
     own, seat = re.match(r"(concurrent )?checkpoint ", metric), re.search(r"\(pid=\d+\)$", metric)
     if own:
@@ -171,15 +179,16 @@ def _count_of(name: str) -> str:
 
 
 def ladder_lines(run: RunData) -> Iterator[Line]:
-    """Yield the ratings, μ ± 2σ, of the policy, the base and fixed opponents. They hold until they change.
+    """Yield the ratings, μ ± 2σ, of each policy, the base and fixed opponents. They hold until they change.
 
     Each is drawn like a run of its own.
     """
-    mus, sigmas = (run.curves.get(f"trueskill/current {name}", ()) for name in ("mu", "sigma"))
     found = defaultdict[str, list[tuple[int, float, float]]](list)
-    for step, mu, sigma in zip(run.steps, mus, sigmas, strict=False):
-        if mu is not None and sigma is not None:
-            found["current policy"].append((step, mu, sigma))
+    for policy in run.policies:
+        names = (uid_of(policy, f"trueskill/current {name}") for name in ("mu", "sigma"))
+        for step, mu, sigma in zip(run.steps, *(run.curves.get(name, ()) for name in names), strict=False):
+            if mu is not None and sigma is not None:
+                found[policy or "current policy"].append((step, mu, sigma))
     for line in run.lines("league"):
         for uid, (mu, sigma, games, *_) in line["models"].items():
             if games and (uid == BASE or uid.startswith(FIXED)):
@@ -190,6 +199,32 @@ def ladder_lines(run: RunData) -> Iterator[Line]:
         bands = [(step, mu, 2 * sigma) for step, mu, sigma in rows]
         points = [_point([run], at, mu, (mu - by, mu + by), f"{mu:.1f}", f"± {by:.1f}") for at, mu, by in bands]
         yield {"label": label, "group": place, "run": place, "points": points}
+
+
+def meeting_lines(run: RunData) -> Iterator[Line]:
+    """Yield the points of each policy against each other one, in the games of each part of the run.
+
+    Of two policies it is the first by name.
+    """
+    size, before = math.ceil(run.num_updates / PARTS) or 1, dict[tuple[str, str], Sequence[int]]()
+    met = defaultdict[tuple[str, str], dict[int, Counter[int]]](dict)
+    for line in run.lines("league"):
+        part = min(size * math.ceil(line["step"] / size), run.num_updates)
+        for one, other, *counts in line["matches"]:  # in the order of their uids, and so of their policies
+            policies = policy_of(one), policy_of(other)
+            if policies[0] != policies[1] and {*policies} <= {*run.policies}:
+                of_part = met[policies].setdefault(part, Counter())
+                of_part.update(dict(enumerate(counts)))
+                of_part.subtract(dict(enumerate(before.get((one, other), ()))))
+                before[one, other] = counts
+    for place, ((one, other), parts) in enumerate(met.items()):
+        results = {part: Result(*(counts[number] for number in range(4))) for part, counts in parts.items()}
+        of_parts = ((part, of, of.interval) for part, of in results.items() if of.n)
+        points = [
+            _point([run], part, of.points, band, *_texts("Points", of.points, band), f"n = {of.n:,}")
+            for part, of, band in of_parts
+        ]
+        yield {"label": f"{one} against {other}", "group": place, "run": place, "points": points}
 
 
 def _texts(name: str, value: float, band: Band) -> tuple[str, str]:

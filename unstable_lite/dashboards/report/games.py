@@ -21,6 +21,7 @@ from unstable_lite.games.answers import KNOWN_TAGS
 from unstable_lite.games.templates import Template, known_templates
 from unstable_lite.models.local_tokenizer import CUT, IncrementalDetokenizer
 from unstable_lite.tracking.records import train_files
+from unstable_lite.types import policy_of
 
 MAX_CHARS = 64_000_000
 """Most characters of the texts in one kind's sample; compressed, transcripts take a tenth to a fiftieth of that."""
@@ -99,9 +100,10 @@ def _chars(game: Mapping[str, Any]) -> int:
 
 
 def policy_seats(game: Mapping[str, Any]) -> list[int]:
-    """Return the seats of the model that was trained or evaluated."""
+    """Return the seats of the model that was trained or evaluated, the first if two policies are trained."""
     if game["kind"] == "train":
-        return [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
+        trained = [(agent["pid"], policy_of(agent["model"])) for agent in game["agents"] if agent["collect_data"]]
+        return [pid for pid, policy in trained if policy == trained[0][1]]
     return [agent["pid"] for agent in game["agents"] if "opponent" not in agent]
 
 

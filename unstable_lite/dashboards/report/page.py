@@ -19,7 +19,7 @@ import jinja2
 
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.league import League, Result, about, age, choose, find_strongest, name_of
-from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, sections
+from unstable_lite.dashboards.report.curves import ladder_lines, lines_by_name, meeting_lines, sections
 from unstable_lite.dashboards.report.games import RunGames, policy_seats, read_games
 from unstable_lite.dashboards.run_directory import Group, RunData, read_groups
 from unstable_lite.dashboards.terminal import next_commands, upcoming
@@ -108,17 +108,19 @@ def render(groups: Sequence[Group], games: Sequence[RunGames], plotly_js: str) -
 def _data(groups: Sequence[Group], index: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the data of the page's script. index: of the games."""
     runs, curves = [run for group in groups for run in group.runs], lines_by_name(groups)
-    titles = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
-    ladders = {title: lines for title, lines in titles.items() if lines}
+    ratings = {f"Ratings over time, {run.label}": [*ladder_lines(run)] for run in runs}
+    meetings = {f"Which policy beats which, {run.label}": [*meeting_lines(run)] for run in runs}
+    titles = dict.fromkeys(ratings, "μ ± 2σ.") | dict.fromkeys(meetings, "Points in all games between them.")
+    ladders = {title: lines for title, lines in {**ratings, **meetings}.items() if lines}
     return {
         "groups": [group.label for group in groups],
         "runs": [
             {"label": run.label, "cap": run.config.get("learner", {}).get("importance_weight_cap")} for run in runs
         ],
         "sections": sections(runs, curves),
-        "ladders": [{"name": title, "title": title, "explain": "μ ± 2σ.", "wide": True} for title in ladders],
+        "ladders": [{"name": title, "title": title, "explain": titles[title], "wide": True} for title in ladders],
         "curves": curves | ladders,
-        "metrics": {name: is_share(name) for name in curves},
+        "metrics": {name: is_share(name) for name in curves} | dict.fromkeys(meetings, True),
         "games": index,
     }
 
