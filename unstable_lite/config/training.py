@@ -246,11 +246,12 @@ class LearnerConfig(Section):
 
 
 OF_POLICY = (
-    "batch_size learning_rate learning_rate_schedule learning_rate_warmup weight_decay gradient_clipping "
-    "importance_weight_cap importance_weight_mode importance_weight_level kl_coefficient kl_reference kl_average_decay "
-    "entropy_coefficient entropy_target coefficient_schedule critic_learning_rate critic_warmup_updates gamma "
-    "gae_lambda normalize_adv ppo_epochs ppo_minibatches clip_range clip_range_high options"
-).split()
+    *("batch_size", "learning_rate", "learning_rate_schedule", "learning_rate_warmup", "weight_decay"),
+    *("gradient_clipping", "importance_weight_cap", "importance_weight_mode", "importance_weight_level"),
+    *("kl_coefficient", "kl_reference", "kl_average_decay", "entropy_coefficient", "entropy_target"),
+    *("coefficient_schedule", "critic_learning_rate", "critic_warmup_updates", "gamma", "gae_lambda", "normalize_adv"),
+    *("ppo_epochs", "ppo_minibatches", "clip_range", "clip_range_high", "options"),
+)
 """Keys of section `learner` that a policy may set: those of its loss and its optimiser."""
 
 
@@ -277,7 +278,7 @@ class PolicyConfig(Section):
     """Its share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
     algorithm: str | None = None
     """Its `algorithm`. Default: the run's."""
-    learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}
+    learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
     """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 
 

@@ -310,7 +310,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
 
 def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
     opponent = next(iter(league.opponents_in(train)), "scripted:random")
-    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents"}))
+    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents", "seats"}))
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:
