@@ -47,7 +47,7 @@ from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.policies import TrainedPolicy
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
-from unstable_lite.planning.defaults import active_checkpoints, adapters_in_memory, policy_configs
+from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
@@ -167,10 +167,11 @@ class RunParts:
             yield
 
     def _policies(self, buffer: StepBuffer | EpisodeBuffer | None) -> dict[str, TrainedPolicy]:
-        shares, policies = self.plan.config.shares, dict[str, TrainedPolicy]()
-        for number, (name, config) in enumerate(policy_configs(self.plan.config).items()):
+        whole, policies, num_frozen = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen)
+        shares, slots = whole.shares, slots_of_policy(whole, num_frozen)
+        for number, (name, config) in enumerate(policy_configs(whole, num_frozen).items()):
             own = buffer or make_buffer(config, name, shares[name])
-            own.in_flight = in_flight(config, self.plan.game_lengths, len(self.frozen))
+            own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen, slots)
             registry = self.registry.of(name) if name else self.registry
             policies[name] = TrainedPolicy(
                 name=name, number=number, config=config, share=shares[name], registry=registry, buffer=own
@@ -224,11 +225,12 @@ class RunParts:
         self.colocation = self._colocation()
         self.supervisors = tuple(map(self._supervisor, self.workers.processes))
         self.exact = ExactEvaluations(self, templates, lock_step)
+        sizes = pool_sizes(config, len(self.frozen))
         for policy in self.policies.values():
             policy.learner = self.workers.learners[policy.name]
             policy.pool = CheckpointPool(
                 config.league,
-                active_checkpoints(policy.config, len(self.frozen)),
+                sizes[policy.name],
                 policy.registry,
                 self.table,
                 self.store,

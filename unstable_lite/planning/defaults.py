@@ -80,10 +80,6 @@ def policy_configs(config: Config, num_frozen: int | None = None) -> dict[str, C
     }
 
 
-def policy_configs(config: Config) -> dict[str, Config]:
-    return {name: resolve_defaults(config.of_policy(name)) for name in config.policies} or {"": config}
-
-
 def _with_members(config: Config) -> Config:
     """Return the config with the checkpoints of each average that it may meet, which a resumed run then has, too."""
     met = met_opponents(config)
