@@ -115,7 +115,8 @@ class Evaluations:
         # Without a result it is not among the rows if others have one.
         rows = [row for row in parts.results() if evaluation is row.newest]
         (row,) = rows or result_rows([evaluation], config.eval_cells)
-        labels = [row_label(*cell, config.eval_cells) for cell in config.eval_cells]
+        cells = config.eval_cells
+        labels = [row_label(*cell, cells, policy) for policy in config.shares for cell in cells]
         short = dict(zip(labels, all_shortened(labels), strict=True))
         room = max(map(cell_len, ["opponent", *short.values()]))
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
