@@ -61,7 +61,7 @@ class Policy:
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
         first = _shared.get()
-        self._loaded = first._loaded if first else LoadedBase(config, self.dtype, self.device)
+        self._loaded: LoadedBase = first._loaded if first else LoadedBase(config, self.dtype, self.device)
         self._base, self.model = self._loaded.base, self._loaded.model
         self.num_base_parameters = self._loaded.num_parameters
         self._ending = self._loaded.add_policy(config) if first else ""
@@ -80,7 +80,7 @@ class Policy:
             self._check_head()
         self._train()
         self.layout: batching.Layout = first.layout if first else "rows"
-        self.warning = first.warning if first else layout.choose(self, config)
+        self.warning: str | None = first.warning if first else layout.choose(self, config)
         """Reason of a layout of rows, if a forest was expected."""
         distributed.copy_from_first(self.parameters)
         self._reference = reference_adapter(config.learner, config.lora)

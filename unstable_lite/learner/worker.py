@@ -91,7 +91,7 @@ def make_workers(config: Config, device: str) -> dict[str, _Worker]:
     workers: dict[str, _Worker] = {}
     for name in config.shares:
         own, first = config.of_policy(name), next(iter(workers.values()), None)
-        with sharing(first and first.policy):
+        with sharing(first.policy if first else None):
             workers[name] = _Worker(load_learner(own, device), own)
     return workers
 

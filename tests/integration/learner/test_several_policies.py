@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_learner_memory import starve
+from test_learner_worker import start  # noqa: F401
 
 from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import is_equal, snapshot
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import PolicyConfig
 from unstable_lite.learner import load_learner, worker
@@ -143,13 +144,11 @@ def test_policy_that_runs_out_of_memory_changes_no_other(config, make_items, tmp
     assert is_equal(snapshot(main.learner), snapshot(expected.learner))
 
 
-def test_request_is_carried_out_for_the_policy_that_it_names(config, tmp_path):
-    workers = worker.make_workers(config, "cpu")
+async def test_process_carries_out_a_request_for_the_policy_that_it_names(start, config, tmp_path):  # noqa: F811
+    process = await start(config)
+    await process.ready(120)
     for name in reversed(NAMES):
-        workers[name].answer(WriteAdapter(request_id=1, version=7, path=str(tmp_path / name), policy=name))
-    digests = {(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in NAMES}
-    assert len(digests) == len(NAMES)
-    for name in NAMES:
-        state = workers[name].policy.adapter_state()[0]
-        assert all("default" not in key for key in state)
-        assert torch.equal(next(iter(state.values())), next(iter(workers[name].policy.parameters.values())))
+        path = str(tmp_path / name)
+        written = await process.channel.ask(WriteAdapter, 120, version=7, path=path, policy=name)
+        tensors, stored = alone(config, name).policy.adapter_state()
+        assert written.digest == peft_files.digest_of(stored, peft_files.serialized(tensors)), name
