@@ -148,8 +148,6 @@ def _policy_rules(config: Config) -> Iterator[str]:
     known, drawn = config.policies, {*chain(*policies_met(config).values())}
     if len(known) > MOST_POLICIES:
         yield f"policies: there are {len(known)}, but at most {MOST_POLICIES} have ids for their adapters"
-    if known and config.league.adapter_policy == "turn":
-        yield "league.adapter_policy = 'turn' is for a run of one policy; set it to 'game', or leave out [policies]"
     yield from _share_rules(config)
     for key, name in _policies_named(config):
         if name not in known:
