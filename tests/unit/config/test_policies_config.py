@@ -180,9 +180,9 @@ def test_check_describes_each_policy(tmp_path: Path):
         assert [text.partition(":")[0] for row, text in rows if row == name] == ["main", "exploiter"]
     assert dict(rows)["a further policy"].startswith("4.4 MiB more in the learner")
     assert dict(rows)["learner"].startswith("reinforce and a2c on the CPU")
-    assert [text for name, text in rows if name == "warning" and "nobody else plays it" in text] == [
-        "policies.exploiter: nobody else plays it; name 'policy:exploiter' in the opponents of another policy or as "
+    assert [text for name, text in rows if name == "warning" and "no other policy plays it" in text] == [
+        "policies.exploiter: no other policy plays it; name 'policy:exploiter' in the opponents of another or as "
         "fixed_opponent of an eval env, or seat it"
     ]
     seated = make_plan(config_of(train_envs=[NIM, ROLES]))
-    assert not [text for name, text in seated.describe() if "nobody else plays it" in text]
+    assert not [text for name, text in seated.describe() if "no other policy plays it" in text]

@@ -230,7 +230,7 @@ REFUSED = [
     (TWO + ROLES + "num_actors = 1", "train_envs.0: num_actors = 1, but `seats` gives every seat to a policy"),
     (TWO + ROLES + 'fixed_opponents = ["base"]', "train_envs.0: fixed_opponents are never met, because `seats` gives"),
     (f"{TWO}{DEALS}run.group_size = 4; {ROLES}", "from both seats; leave out train_envs.0.seats, or use 'rloo'"),
-    (THREE + ROLES, "policies.third: it plays nobody, because every train env has seats with"),
+    (THREE + ROLES, "policies.third: it has no game, because every train env has seats with"),
     (
         f'policies.main.opponents = "none"; policies.exploiter.opponents = "mirror"; {ONE_SEAT}',
         "policies.main: train env",
