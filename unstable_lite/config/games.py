@@ -169,7 +169,8 @@ class EvalEnvSpec(EnvSpec):
     """
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
-    """Opponent, named as in `league.fixed_opponents`."""
+    """Opponent, named as in `league.fixed_opponents`; or `policy:NAME`, the newest adapter of a policy of `[policies]`,
+    against which the others are evaluated."""
     temperature: Annotated[float, AfterValidator(eval_temperature)] | None = None
     """Sampling temperature of every seat that engines serve, at least 0.01, or 0: the most probable token. Default:
     `engine.temperature`."""
@@ -225,8 +226,9 @@ class LeagueConfig(Section):
     opponent_lag: Annotated[tuple[int, int], BeforeValidator(_two_numbers)] = (1, 7)
     """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
     max_active_checkpoints: int | None = Field(None, ge=1)
-    """Number of checkpoints that can be played at once, the current one included; each needs an adapter slot. Default:
-    1 if the strategy draws no older ones; all that `opponent_lag` allows for `lagged`; else as many of them as fit."""
+    """Number of a policy's checkpoints that can be played at once, the current one included; each needs an adapter
+    slot. Default: 1 if no strategy draws older ones; all that `opponent_lag` allows for `lagged`; else as many of them
+    as fit."""
     active_checkpoints_by: Literal["recency", "match-quality", "nearest-rating"] = "recency"
     """Choice of these checkpoints if there are more: the newest, those of the best TrueSkill match quality, or those of
     the nearest μ."""

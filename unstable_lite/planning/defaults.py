@@ -159,7 +159,9 @@ def holds_games(config: Config) -> bool:
     With `adapter_policy` "turn" they are those against checkpoints and evaluation games beside training.
     """
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
-    return config.league.adapter_policy == "game" or is_evaluated or _plays_checkpoints(config)
+    plays_older = any(_plays_checkpoints(config.of_policy(name)) for name in config.shares)
+    plays_older = plays_older or any(name.endswith("/past") for name in chain(*policies_met(config).values()))
+    return config.league.adapter_policy == "game" or is_evaluated or plays_older
 
 
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:

@@ -148,8 +148,6 @@ def _policy_rules(config: Config) -> Iterator[str]:
     known, drawn = config.policies, {*chain(*policies_met(config).values())}
     if len(known) > MOST_POLICIES:
         yield f"policies: there are {len(known)}, but at most {MOST_POLICIES} have ids for their adapters"
-    if known and config.league.adapter_policy == "turn":
-        yield "league.adapter_policy = 'turn' is for a run of one policy; set it to 'game', or leave out [policies]"
     yield from _share_rules(config)
     for key, name in _policies_named(config):
         if name not in known:
@@ -166,7 +164,7 @@ def _policy_rules(config: Config) -> Iterator[str]:
         )
     for name, size in pool_sizes(config).items():
         if name and not config.of_policy(name).train_envs:
-            yield f"policies.{name}: it plays nobody, because every train env has seats without it; add or remove it"
+            yield f"policies.{name}: it has no game, because every train env has seats without it; add or remove it"
         if size == 1 and f"{name}/past" in drawn:
             yield (
                 f"league.max_active_checkpoints = 1 allows only the newest adapter of {name}, but 'policy:{name}/past' "
@@ -180,7 +178,7 @@ def _share_rules(config: Config) -> Iterator[str]:
     total, is_whole = f"policies: the shares sum to {sum(given):g}", len(given) == len(config.policies)
     few = [name for name, share in config.shares.items() if share * config.run.learning_steps < 1 - SHARE_ROUNDING]
     if given and is_whole and abs(sum(given) - 1) > SHARE_ROUNDING:
-        yield f"{total}; let them sum to 1, or leave one out: its policy gets what the others leave"
+        yield f"{total}; let them sum to 1, or leave one out: its policy gets the rest"
     elif not is_whole and sum(given) > 1 - SHARE_ROUNDING:
         yield f"{total} and leave no update for a policy without a share; lower them"
     elif few:
@@ -357,11 +355,11 @@ def loss_rules(config: Config) -> Iterator[str]:
 
 
 def policy_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each policy that nobody plays against but itself."""
+    """Yield a warning for each policy that only itself plays."""
     for name in config.policies if len(config.policies) > 1 else ():
         if not any(named == name and key != f"policies.{name}.opponents" for key, named in _policies_named(config)):
             yield (
-                f"policies.{name}: nobody else plays it; name 'policy:{name}' in the opponents of another policy or as "
+                f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or seat it"
             )
 
