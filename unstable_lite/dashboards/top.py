@@ -27,7 +27,7 @@ from unstable_lite.dashboards.league import ladder_lines
 from unstable_lite.dashboards.run_directory import STATE_STYLES, RunDirectory
 from unstable_lite.dashboards.terminal import next_commands, upcoming
 from unstable_lite.dashboards.text_rows import SPIKE, aligned, all_shortened, hanging, sparkline
-from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, named, of_topic
+from unstable_lite.tracking.displayed_metrics import Metric, Spike, duration, is_share, metrics_of_env, of_topic
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow
 from unstable_lite.tracking.run_directory import LIVE_EVERY_S
@@ -236,8 +236,7 @@ def _health(view: RunDirectory, width: int, most: int) -> list[Text]:
         lines += _metric_lines(view, of_topic("health"), spikes, cells, policy)
         for env in view.config["train_envs"]:
             shown = _metric_lines(view, metrics_of_env(env["env_id"]), spikes, cells, policy)
-            title = named(policy, f"training games of {env['env_id']}")
-            lines += [Text(title, style="dim"), *shown] if shown else []
+            lines += [Text(f"training games of {env['env_id']}", style="dim"), *shown] if shown else []
         lines += _metric_lines(view, of_topic("speed"), spikes, cells, policy)
     return lines
 

@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from unstable_lite.adapters.frozen import BEST, NEWEST, find_adapter
+from unstable_lite.adapters.frozen import BEST, NEWEST, find_adapter, name_of
 from unstable_lite.adapters.peft_files import CONFIG as ADAPTER_CONFIG
 from unstable_lite.adapters.peft_files import WEIGHTS, read_json
 from unstable_lite.config.env_ids import content_file
@@ -38,7 +38,7 @@ from unstable_lite.planning.validation import base_problem, is_local
 from unstable_lite.printable import as_markdown
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.run_directory import VERSIONS, to_toml
-from unstable_lite.types import BASE, INITIAL
+from unstable_lite.types import BASE, INITIAL, uid_of
 
 LOG_IN = (
     "log in with `hf auth login`, or set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)"
@@ -95,6 +95,7 @@ class Publication:
         if not re.fullmatch(rf"ckpt-\d+|{NEWEST}|best", which):
             raise ConfigError(f"--checkpoint {checkpoint}: give the number of an update, 'best' or 'last'")
         self.adapter = find_adapter(f"run:{self.run}/{which}")
+        self.checkpoint = name_of(self.adapter.path)
         # Only the base's own code can run, and only if it is loaded here.
         self.config = checked_config(run_config(run, (), trusts_config) if merges else run / CONFIG)
         if problem := base_problem(self.adapter, self.config):
@@ -129,7 +130,7 @@ class Publication:
             try:
                 # None keeps the visibility of a repository that exists, and the default of the account for a new one.
                 created = api.create_repo(self.repository, private=is_private or None, exist_ok=True)
-                message = f"{self.adapter.path.name} of unstable-lite"
+                message = f"{self.checkpoint} of unstable-lite"
                 api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=message)
             except errors as error:
                 status = getattr(getattr(error, "response", None), "status_code", None)
@@ -211,9 +212,12 @@ class Publication:
 
     def _evaluations(self) -> list[Evaluation]:
         """Return the evaluations of the base and of the checkpoint, the newest of each env, opponent and kind."""
-        found, checkpoint = dict[tuple[str, str, bool, bool], Evaluation](), self.adapter.path.name
+        found, checkpoint = dict[tuple[str, str, bool, bool], Evaluation](), self.checkpoint
+        saved, _, policy = checkpoint.partition("/")
         for one in map(Evaluation.from_json, read_records(self.run / "eval.jsonl")):
-            if one.n and one.model in (BASE, INITIAL, checkpoint):
+            if policy and (one.policy, f"ckpt-{one.step}") == (policy, saved) and one.label != "concurrent":
+                one = replace(one, model=checkpoint)  # instead of the number of the policy's own updates
+            if one.n and one.model in (BASE, uid_of(policy, INITIAL), checkpoint):
                 key = one.env_id, one.opponent, one.label == "concurrent", one.model == checkpoint
                 env_id, opponent = (as_markdown(_without_directories(name)) for name in key[:2])
                 found[key] = replace(one, env_id=env_id, opponent=opponent)
@@ -249,7 +253,8 @@ def _without_directories(text: str) -> str:
     word, _, path = text.partition(":")
     if parse_player(text).has_adapter or content_file(text):
         parts = Path(path).parts
-        of_run = sum(CHOSEN.fullmatch(part) is not None for part in parts[-2:]) if word in ("run", "average") else 0
+        chosen = [place for place, part in enumerate(parts[:-4:-1], start=1) if CHOSEN.fullmatch(part)]
+        of_run = max(chosen, default=0) if word in ("run", "average") else 0
         return f"{word}:{'/'.join(parts[-1 - of_run :])}"
     return Path(text).name if text.startswith(("/", "~", "./", "../")) and "\n" not in text else text
 

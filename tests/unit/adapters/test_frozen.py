@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,60 @@ def test_average_has_the_saved_adapters_as_members_with_equal_or_rising_weights(
             members(name + twice)
     with pytest.raises(ConfigError, match="name one of them"):
         find_adapter(name)
+
+
+POLICY_ENVS = (NIM, NIM | {"fixed_opponent": "policy:exploiter"})
+
+
+def write_policies(directory: Path, *lines: tuple[str, int, str, float]) -> Path:
+    """Write a run of two policies; a line has model, update of the run, opponent and points."""
+    write_run(directory, (), [], *POLICY_ENVS)
+    policies = {"exploiter": {}, "main": {}}
+    (directory / "config.toml").write_text(to_toml({"policies": policies, "eval_envs": list(POLICY_ENVS)}))
+    for seed, (update, policy) in enumerate(product((4, 10), policies)):
+        write_adapter(directory / "checkpoints" / f"ckpt-{update}" / policy, small(seed))
+    known = (line(0, 0, points) | {"model": m, "step": at, "opponent": of} for m, at, of, points in lines)
+    (directory / "eval.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in known))
+    return directory
+
+
+def place(word: str) -> str:
+    return "/".join(find_adapter(f"run:{word}").path.parts[-2:])
+
+
+def test_a_checkpoint_of_several_policies_means_main_unless_it_names_another(tmp_path):
+    run = write_policies(tmp_path)
+    assert (place(f"{run}/ckpt-4"), place(f"{run}/newest/")) == ("ckpt-4/main", "ckpt-10/main")
+    assert (place(f"{run}/ckpt-4/exploiter"), place(f"{run}/newest/exploiter/")) == (
+        "ckpt-4/exploiter",
+        "ckpt-10/exploiter",
+    )
+    assert list(map(place, (name.removeprefix("run:") for name in members(f"average:{run}")))) == [
+        "ckpt-4/main",
+        "ckpt-10/main",
+    ]
+    (run / "config.toml").write_text(to_toml({"policies": {"exploiter": {}, "b": {}}}))
+    assert place(f"{run}/newest") == "ckpt-10/exploiter"
+    with pytest.raises(ConfigError, match="has no policy 'main'; it has exploiter, b"):
+        place(f"{run}/newest/main")
+    single = write_run(tmp_path / "single", (2,), [])
+    with pytest.raises(ConfigError, match="has no policy 'main'; it has only one"):
+        place(f"{single}/newest/main")
+
+
+def test_the_best_of_a_policy_is_by_its_own_results_against_players_that_do_not_learn(tmp_path):
+    run = write_policies(
+        tmp_path,
+        *(("main/ckpt-3", 4, "scripted:random", 0.9), ("main/ckpt-7", 10, "scripted:random", 0.8)),
+        *(("main/ckpt-3", 4, "policy:exploiter", 0.1), ("main/ckpt-7", 10, "policy:exploiter", 0.9)),
+        *(("exploiter/ckpt-1", 4, "scripted:random", 0.2), ("exploiter/ckpt-3", 10, "scripted:random", 0.3)),
+    )
+    assert (place(f"{run}/best"), place(f"{run}/best/exploiter")) == ("ckpt-4/main", "ckpt-10/exploiter")
+    assert frozen.find_best(run)[1].startswith("ckpt-4/main, best of 2")
+
+
+def test_policies_of_a_foreign_config_are_no_paths(tmp_path):
+    run = write_policies(tmp_path)
+    for foreign in ({"../../main": {}}, ["main"], 3):
+        (run / "config.toml").write_text(to_toml({"policies": foreign}))
+        assert frozen.policies_of(run) == [""]
