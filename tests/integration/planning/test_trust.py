@@ -158,6 +158,9 @@ players = ["adapter:other", "vendor/model:free", "scripted:mcts:10"]
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent
+    recorded = write_run(tmp_path / "4", "") / "config.toml"
+    recorded.write_text(recorded.read_text().replace("{ mirror = 0.5", '{ "policy:main" = 0.5'))
+    run_config(recorded.parent)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     run_config(write_run(tmp_path / "3", text.replace("BASE", "http://127.0.0.1:8000/v1")))
 

@@ -1,13 +1,14 @@
 """Several policies in a config: each has its own settings, and slots and memory are counted for all of them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
 from unstable_lite.config.reading import parse_config, parse_toml
+from unstable_lite.evaluation.plan import _as_eval
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents, anchors, frozen_adapters, training_opponents
 from unstable_lite.learner import LEARNERS
@@ -165,7 +166,7 @@ def test_learner_holds_the_adapters_of_every_policy_beside_one_base():
     assert adapters_in_memory(config) == config.engine.max_loras + 3 * 2 + 9 * 4
 
 
-def test_check_describes_each_policy(tmp_path: Path):
+def test_check_describes_each_policy():
     learner = {"learning_rate": 2e-3, "batch_size": 96}
     exploiter = {"algorithm": "a2c", "learner": learner, "share": 0.3, "opponents": {"policy:main/past": 1, "fixed": 1}}
     plan = make_plan(config_of(policies={"exploiter": exploiter}, engine={"max_loras": 24}))
@@ -186,3 +187,42 @@ def test_check_describes_each_policy(tmp_path: Path):
     ]
     seated = make_plan(config_of(train_envs=[NIM, ROLES]))
     assert not [text for name, text in seated.describe() if "no other policy plays it" in text]
+
+
+def test_check_predicts_games_and_slots_of_all_policies():
+    config = config_of(learner={"batch_size": 64}, engine={"max_loras": 8})
+    assert (slots_of_policy(config), config.buffer.max_staleness) == (4, 8)
+    rows = list(make_plan(config).describe())
+    loaded = [int(text.split()[2]) for name, text in rows if name == "adapters loaded"]
+    games = [int(text.split()[2]) for name, text in rows if name == "back-pressure"]
+    alone = dict(make_plan(config.of_policy("main")).describe())
+    assert 0 < games[0] < int(alone["back-pressure"].split()[1]), "each policy has half of the slots"
+    warnings = [text for name, text in rows if name == "warning"]
+    assert sum("with engine.max_loras = 18 more could be in flight" in text for text in warnings) == 2
+    assert any(f"opponents will need {sum(loaded)} adapter slots" in text for text in warnings)
+
+
+def test_micro_batch_is_limited_by_the_steps_of_a_batch_if_all_policies_learn_from_steps():
+    learner = {"batch_size": 2}
+    sections = {"learner": learner, "engine": {"max_model_len": 512, "max_generation_len": 16}}
+    assert place(config_of(**sections))._largest_micro_batch() == (1024, 512)
+    assert place(config_of(**sections, policies={"third": {"algorithm": "a2c"}}))._largest_micro_batch()[0] == 16384
+
+
+def test_shares_above_one_are_the_only_problem():
+    (problem,) = find_problems(
+        config_of(policies={"main": {"share": 0.9, "opponents": "mirror"}, "third": {"opponents": "pfsp"}})
+    )
+    assert problem == "policies: the shares sum to 1.2 and leave no update for a policy without a share; lower them"
+
+
+def test_baselines_of_a_policy_with_a_critic_get_a_warning():
+    rewards = {"sampling_reward_transformation": ["NormalizeRewards"]}
+    config = config_of(policies={"third": {"algorithm": "a2c", "opponents": "mirror"}}, rewards=rewards)
+    texts = [text for name, text in make_plan(config).describe() if name == "warning" and "NormalizeRewards" in text]
+    assert [text.partition(":")[0] for text in texts] == ["policies.third"]
+
+
+def test_env_with_seats_is_evaluated_as_it_is_trained():
+    spec = _as_eval(config_of(train_envs=[ROLES]).train_envs[0], LeagueConfig())
+    assert (spec.env_id, spec.num_players) == ("TicTacToe-v0-train", 2)
