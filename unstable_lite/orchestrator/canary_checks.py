@@ -29,7 +29,8 @@ from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.templates import Template, format_prompt
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds, number_format
+from unstable_lite.transport.codec import number_format
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds
 
 CANARY_PROMPTS = 8
 """Number of prompts of the canary, at most."""

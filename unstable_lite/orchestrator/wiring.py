@@ -358,6 +358,8 @@ def check_parts(config: Config, factories: dict[str, Callable[..., Any]], parts:
             problems.append(f"{name}: {part.__name__} is a class; give an object of it")
         else:
             problems += plugins.interface_problems(name, part, INTERFACES[name])
+        if config.policies and name in ("scheduler", "buffer"):
+            problems.append(f"{name}: a run with [policies] makes one for each policy itself; leave it out")
     batches = getattr(parts["buffer"], "batches", config.buffer.kind)
     if batches != config.buffer.kind:
         name = type(parts["buffer"]).__name__
