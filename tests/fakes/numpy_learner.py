@@ -24,6 +24,7 @@ from unstable_lite.errors import NoRoomError, RequestError
 from unstable_lite.learner import UPDATED
 from unstable_lite.transport.messages import (
     AdapterDigest,
+    BeginAgain,
     Done,
     Failed,
     LearnerRequest,
@@ -85,7 +86,10 @@ def class_of(algorithm: str) -> type[NumpyLearner]:
 class NumpyLearner:
     def __init__(self, spec: WorkerSpec) -> None:
         self.learning_rate = spec.config.learner.learning_rate
-        rng = np.random.default_rng(spec.config.run.seed)
+        self._begin(spec.config.run.seed)
+
+    def _begin(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
         a_RI, b_OR = rng.normal(size=(2, 128)), np.zeros((128, 2))
         self.tensors = {f"{PREFIX}_A.weight": a_RI.astype(np.float32), f"{PREFIX}_B.weight": b_OR.astype(np.float32)}
         self.version = self.step = self.samples_seen = 0
@@ -98,7 +102,11 @@ class NumpyLearner:
                 case Update():
                     digest = self._update(message)
                     return Updated(request_id=number, metrics=self.made, skipped=None, digest=digest)
-                case WriteAdapter():
+                case WriteAdapter() | BeginAgain():
+                    if isinstance(message, BeginAgain):
+                        self._begin(message.seed)
+                        if message.adapter is not None:
+                            self.tensors = load_file(Path(message.adapter) / peft_files.WEIGHTS)
                     self.version = message.version
                     return AdapterDigest(request_id=number, seconds=0.0, digest=self._write_adapter(message.path))
                 case Score():

@@ -17,6 +17,7 @@ from unstable_lite.reward_transformations.transforms import plain_weights
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
+    BeginAgain,
     LoadLearner,
     Message,
     SaveLearner,
@@ -73,10 +74,21 @@ class LearnerClient:
 
     async def write_adapter(self, version: int, store: AdapterStore) -> str:
         """Write the adapter that training starts from, as `version`, and return its digest."""
-        place = partial(store.path, version)
-        written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, place, store, version=version)
-        fields: dict[str, Any] = {"path": str(place()), "version": version}
-        self._unsaved = partial(self._ask_once, WriteAdapter, SAVE_TIMEOUT_S, **fields)
+        return await self._begin(WriteAdapter, version, store)
+
+    async def begin_again(self, version: int, store: AdapterStore, seed: int, adapter: Path | None = None) -> str:
+        """Forget the policy's training, write the adapter of a new one as `version`, and return its digest.
+
+        adapter: PEFT directory of the adapter to begin with, which must stay until this returns; None: a fresh one.
+        """
+        return await self._begin(BeginAgain, version, store, seed=seed, adapter=adapter and str(adapter))
+
+    async def _begin(
+        self, message_type: Callable[..., Message], version: int, store: AdapterStore, **fields: Any
+    ) -> str:
+        place, fields = partial(store.path, version), {"version": version, **fields}
+        written: AdapterDigest = await self._write(message_type, SAVE_TIMEOUT_S, place, store, **fields)
+        self._unsaved = partial(self._ask_once, message_type, SAVE_TIMEOUT_S, path=str(place()), **fields)
         await self.save_state(version, store)
         return written.digest
 

@@ -37,15 +37,24 @@ class Critic:
         self._policy = policy
         self._config = config.learner
         self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
-        # Every value begins at 0, so that the first advantages are the returns.
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
         self.parameters: dict[str, nn.Parameter] = policy.add_adapter(_ADAPTER, config.lora) | {
             f"value_head.{name}": parameter for name, parameter in self.head.named_parameters()
         }
-        if config.lora.initial_critic_path is not None:
-            self.load(config.lora.initial_critic_path)
+        self._initial = config.lora.initial_critic_path
+        self._begin()
         distributed.copy_from_first(self.parameters)
+
+    def _begin(self) -> None:
+        # Every value begins at 0, so that the first advantages are the returns.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if self._initial is not None:
+            self.load(self._initial)
+
+    def begin_again(self) -> None:
+        """Take the values of a new critic, with a fresh adapter unless it begins with a stored one."""
+        self._policy.make_fresh(_ADAPTER)
+        self._begin()
 
     @torch.no_grad()
     def estimate(self, items: Sequence[TrainItem]) -> Floats:

@@ -5,8 +5,15 @@ Knows nothing of models, batches or optimisers.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+RATE = 0.1
+"""Logarithm of the largest change of the entropy coefficient after one update."""
+RANGE = 100.0
+"""Largest factor between the entropy coefficient and its start."""
 
 
 def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float, is_masked: bool = False) -> Tensor:
@@ -128,3 +135,12 @@ def mismatch_metrics(logp_N: Tensor, behaviour_logp_N: Tensor) -> dict[str, floa
     if difference.numel():
         figures |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
     return figures
+
+
+def adapted_coefficient(coefficient: float, entropy: float, start: float, target: float) -> float:
+    """Return the next coefficient: larger if the entropy is below its target, smaller if it is above.
+
+    Its logarithm changes by `RATE` times the relative error, which counts as 1 at most.
+    """
+    error = max(-1.0, min(1.0, (target - entropy) / target))
+    return max(start / RANGE, min(start * RANGE, coefficient * math.exp(RATE * error)))

@@ -16,6 +16,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -293,6 +294,12 @@ class Policy:
         """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
         self._loaded.add_adapter(name + self._ending, lora)
         return self._parameters_of(name)
+
+    def make_fresh(self, name: str = ADAPTER) -> None:
+        """Give adapter `name` the values of a new one, which has no effect."""
+        for module in self.model.modules():
+            if isinstance(module, LoraLayer):
+                module.reset_lora_parameters(name + self._ending, True)
 
     def _parameters_of(self, name: str) -> dict[str, nn.Parameter]:
         """Return the parameters of adapter `name`, by the names that they have in the first policy."""

@@ -29,7 +29,7 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import LearnerConfig, Schedule
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
-from unstable_lite.learner import UpdateResult, distributed
+from unstable_lite.learner import UpdateResult, distributed, losses
 from unstable_lite.learner.base_model import random_states, set_random_states
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import (
@@ -49,10 +49,6 @@ from unstable_lite.types import Logprobs, TrainItem
 
 STATE = "learner.safetensors"
 """File beside the adapter with optimiser moments, random states and counters. Reading safetensors can run no code."""
-RATE = 0.1
-"""Logarithm of the largest change of the entropy coefficient after one update."""
-RANGE = 100.0
-"""Largest factor between the entropy coefficient and its start."""
 Parameters = Mapping[str, nn.Parameter]
 _COUNTERS = ("step", "version", "samples_seen", "completion_len")
 
@@ -70,7 +66,8 @@ class Training:
         """Version of the adapter that the policy holds; 0 is the one that it started with."""
         self.samples_seen = 0
         """Number of trained items."""
-        self.completion_len = float(config.engine.max_generation_len)
+        self._longest = float(config.engine.max_generation_len)
+        self.completion_len = self._longest
         """Constant divisor of each item's loss: the mean completion length of the first batch, in tokens."""
         self.entropy_coefficient = self.config.entropy_coefficient
         """Coefficient of the entropy bonus, by its schedule or `entropy_target`."""
@@ -119,7 +116,7 @@ class Training:
         config = self.config
         if config.entropy_target is not None and entropy is not None:
             limits = config.entropy_coefficient, config.entropy_target
-            self.entropy_coefficient = adapted_coefficient(self.entropy_coefficient, entropy, *limits)
+            self.entropy_coefficient = losses.adapted_coefficient(self.entropy_coefficient, entropy, *limits)
         if config.kl_stage is None:
             self.policy.follow(config.kl_average_decay)
         elif self.step % config.kl_stage == 0:
@@ -128,6 +125,25 @@ class Training:
     def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float | None:
         """Add the gradient of the critic's loss on `items`, of this rank's share; return the loss, or None without."""
         return None if self.critic is None else self.critic.add_gradient(items, target_I)
+
+    def begin_again(self, seed: int, adapter: Path | None) -> None:
+        """Forget all training, and begin with the adapter in a PEFT directory, or a fresh one.
+
+        seed: that of fresh parameters, and of the random streams from now on.
+        """
+        torch.manual_seed(seed)
+        self.policy.make_fresh()
+        if adapter is not None:
+            self.policy.load_adapter(adapter)
+        if self.critic is not None:
+            self.critic.begin_again()
+        distributed.copy_from_first(self.parameters)
+        self.policy.follow(decay=0.0)
+        self.optimizer.state.clear()
+        self.step = self.samples_seen = 0
+        self.completion_len = self._longest
+        self.spread = Spread()
+        self.entropy_coefficient = self.config.entropy_coefficient
 
     def save(self, directory: Path) -> None:
         """Write adapters, optimiser, counters and random states into a directory that exists."""
@@ -379,12 +395,3 @@ def schedule_factor(schedule: Schedule, step: int, num_steps: int, warmup: int =
     if schedule == "linear":
         return 1 - progress
     return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1.0
-
-
-def adapted_coefficient(coefficient: float, entropy: float, start: float, target: float) -> float:
-    """Return the next coefficient: larger if the entropy is below its target, smaller if it is above.
-
-    Its logarithm changes by `RATE` times the relative error, which counts as 1 at most.
-    """
-    error = max(-1.0, min(1.0, (target - entropy) / target))
-    return max(start / RANGE, min(start * RANGE, coefficient * math.exp(RATE * error)))

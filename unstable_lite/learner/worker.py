@@ -36,6 +36,7 @@ from unstable_lite.learner.training_stats import histograms_of
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
+    BeginAgain,
     Done,
     Failed,
     LearnerRequest,
@@ -123,6 +124,7 @@ class _Worker:
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,
             WriteAdapter: self._begin,
+            BeginAgain: self._begin,
             Score: self._score,
             ScoreAnswers: self._score_answers,
             SaveLearner: self._save,
@@ -147,9 +149,16 @@ class _Worker:
         self.policy.activate()
         return self._requests[type(message)](message)
 
-    def _begin(self, message: WriteAdapter) -> AdapterDigest:
+    def _begin(self, message: WriteAdapter | BeginAgain) -> AdapterDigest:
         started = time.perf_counter()
         distributed.broadcast(message)
+        if isinstance(message, BeginAgain):
+            with contextlib.ExitStack() as stack:
+                directory = message.adapter and Path(message.adapter)
+                adapter = stack.enter_context(distributed.broadcast_directory(directory)) if directory else None
+                self.learner.training.begin_again(message.seed, adapter)
+            self._made = None
+            self.past_adapters.clear()
         self._continue_from(message.version)
         digest = self._write_adapter(message.path)
         return AdapterDigest(request_id=message.request_id, seconds=time.perf_counter() - started, digest=digest)

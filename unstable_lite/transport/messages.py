@@ -148,6 +148,17 @@ class WriteAdapter(LearnerRequest[AdapterDigest]):
     path: str
 
 
+class BeginAgain(LearnerRequest[AdapterDigest]):
+    """Forget the policy's training, take another adapter, and write it to `path`, as `version`."""
+
+    version: int
+    path: str
+    adapter: str | None
+    """PEFT directory of the adapter to begin with; None: a fresh one, which has no effect."""
+    seed: int
+    """Seed of the fresh parameters, and of the policy's random streams from now on."""
+
+
 class Scored(Reply):
     logprobs: tuple[LearnerLogprobs, ...]
     """Log-probabilities in the order of the items."""

@@ -233,6 +233,28 @@ async def test_learner_that_dies_between_updates_of_two_policies_makes_each_once
         assert peft_files.adapter_digest(tmp_path / "saved") == made["exploiter"][-1].digest
 
 
+@pytest.mark.parametrize("module", [TORCHLESS, pytest.param(REAL, marks=pytest.mark.nightly)])
+async def test_training_that_began_again_survives_the_learners_death(
+    tmp_path: Path, config: Config, module: str
+) -> None:
+    async with started(tmp_path, config, module) as learning, asyncio.TaskGroup() as tasks:
+        arena, client = learning.arena, learning.client
+        for version in (1, 2):
+            await learning.update(version)
+        paths = arena.directory / ".learner-3.unfinished", arena.learner_state(3)
+        tasks.create_task(learning.kill_when(lambda: any(map(Path.exists, paths))))  # while it writes its state
+        fresh = await client.begin_again(3, arena, seed=5)
+        assert fresh == peft_files.adapter_digest(arena.path(3)) != peft_files.adapter_digest(arena.path(2))
+        learning.kill()
+        assert (await learning.update(4)).metrics["step"] == 1
+        assert await client.begin_again(5, arena, seed=5) == fresh
+        assert await client.begin_again(6, arena, seed=6) != fresh
+        copied = await client.begin_again(7, arena, seed=5, adapter=arena.path(4))
+        assert copied == peft_files.adapter_digest(arena.path(4))
+        assert (await learning.update(8)).metrics["step"] == 1
+        assert learning.supervisor.restarts in (1, 2)
+
+
 async def test_replacement_of_a_learner_that_did_not_save_adopts_what_is_published(
     tmp_path: Path, config: Config
 ) -> None:

@@ -15,7 +15,17 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import PolicyConfig
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.batching import length
-from unstable_lite.transport.messages import LoadLearner, Score, Scored, Update, Updated, WriteAdapter
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    BeginAgain,
+    LoadLearner,
+    SaveLearner,
+    Score,
+    Scored,
+    Update,
+    Updated,
+    WriteAdapter,
+)
 
 Workers = dict[str, worker._Worker]
 
@@ -142,6 +152,36 @@ def test_policy_that_runs_out_of_memory_changes_no_other(config, make_items, tmp
         update(expected, items, version, tmp_path / "alone", "main")
     assert metrics["oom_retries"] == 0
     assert is_equal(snapshot(main.learner), snapshot(expected.learner))
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_that_begins_again_is_that_of_a_new_learner(config, make_items, tmp_path, name, is_fresh):
+    """The state, with the random states, equals that of a learner with another history; so does the next update."""
+    workers, own = worker.make_workers(config, "cpu"), config.of_policy(name)
+    other = next(other for other in NAMES if other != name)
+    update(workers[other], make_items(6, turns=2), 1, tmp_path, other)
+    adapter = None if is_fresh else str(tmp_path / f"{other}-1")
+    before = snapshot(workers[other].learner)
+    (tmp_path / "alone").mkdir()
+    for place, one in (("shared", workers[name]), ("alone", worker._Worker(load_learner(own, "cpu"), own))):
+        for version in range(1, 3 if place == "shared" else 1):
+            update(one, make_items(6, seed=version, turns=2), version, tmp_path / place, name)
+        path = tmp_path / place / "again"
+        message = BeginAgain(request_id=1, version=9, path=str(path), adapter=adapter, seed=5, policy=name)
+        digest = one.answer(message)
+        assert isinstance(digest, AdapterDigest) and digest.digest == peft_files.adapter_digest(path)
+        one.answer(SaveLearner(request_id=2, path=str(tmp_path / place / "state"), policy=name))
+        assert [*one.past_adapters] == [9]
+        assert update(one, make_items(6, seed=7, turns=2), 10, tmp_path / place, name).metrics["step"] == 1
+    for saved in ("again", "state", f"{name}-10.state"):
+        assert files(tmp_path / "shared" / saved) == files(tmp_path / "alone" / saved), saved
+    assert is_equal(before, snapshot(workers[other].learner))
+    tensors, _, _ = peft_files.read_adapter(tmp_path / "shared" / "again")
+    if is_fresh:
+        assert not any(tensor.any() for key, tensor in tensors.items() if ".lora_B." in key)
+    else:
+        assert is_equal(tensors, peft_files.read_adapter(tmp_path / f"{other}-1")[0])
 
 
 async def test_process_carries_out_a_request_for_the_policy_that_it_names(start, config, tmp_path):  # noqa: F811

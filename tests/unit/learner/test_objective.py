@@ -26,7 +26,8 @@ from fakes.unrolled import (
 from unstable_lite.errors import RequestError
 from unstable_lite.learner import LOGITS_CHUNK_TOKENS
 from unstable_lite.learner.algorithms.ppo import GRPOLearner, OldPolicy, proximal_policy
-from unstable_lite.learner.training import Update, adapted_coefficient, schedule_factor
+from unstable_lite.learner.losses import adapted_coefficient
+from unstable_lite.learner.training import Update, schedule_factor
 from unstable_lite.types import Forced, TrainItem
 
 ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
