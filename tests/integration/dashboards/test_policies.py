@@ -1,4 +1,4 @@
-"""What a person sees of a run with two policies: every metric, result, alarm, spike and saved adapter by policy."""
+"""A run of two policies as a person sees it: every metric, result, alarm, spike and saved adapter by policy."""
 
 import io
 import json
@@ -109,7 +109,7 @@ def test_results_have_a_row_for_each_policy_env_and_opponent(directory):
     assert titles[0] == f"Points of main against scripted:random in {NIM}"
 
 
-def test_an_evaluated_policy_is_told_from_the_policy_that_it_meets(directory):
+def test_an_evaluation_against_a_policy_is_the_evaluated_ones_alone(directory):
     (evaluation,) = (
         line for line in lines(directory, "eval") if line["opponent"] == "policy:main" and line["step"] == 20
     )
@@ -119,7 +119,7 @@ def test_an_evaluated_policy_is_told_from_the_policy_that_it_meets(directory):
     }
 
 
-def test_rows_of_a_policy_stand_together_whatever_the_order_of_its_evaluations(tmp_path):
+def test_rows_of_a_policy_stand_together_in_any_order_of_its_evaluations(tmp_path):
     run = PolicyRun(tmp_path)
     for policy, opponent in (
         ("main", "scripted:random"),
