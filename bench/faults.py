@@ -267,7 +267,7 @@ class Samples:
             flying += len(parts.collector._ended)
             self.did_not_add_up += started != finished + flying + waiting
             row = {"seconds": time.monotonic() - started_at, "mb": memory_mb("now"), "games": started}
-            self.rows.append(row | {"flying": flying, "buffer": parts.buffer.size()} | in_use())
+            self.rows.append(row | {"flying": flying, "buffer": parts.policies[""].buffer.size()} | in_use())
             await asyncio.sleep(every_s)
 
     def growth_mb_h(self) -> float:

@@ -71,7 +71,7 @@ def main() -> None:
     config = config_of(Path(arguments["directory"]))
     one = worker._Worker(REINFORCELearner(config, "cpu"), config)
     if rank:
-        one.follow()
+        worker.follow({"": one})
         return
     items = tuple(items_of(arguments, one.learner.training.policy))
     num_tokens = sum(len(item.prompt_ids) + len(item.completion_ids) for item in items)

@@ -17,7 +17,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmConfig
-from unstable_lite.config.training import Transformation
+from unstable_lite.config.training import PolicyConfig, Transformation
 from unstable_lite.tracking.run_directory import to_toml
 
 HEAD = """# Every key of a config
@@ -73,6 +73,7 @@ num_players = 2
 fixed_opponent = "scripted:random"
 """
 TOP = "Keys before the first section."
+NAMED: dict[str, type[Section]] = {"templates": TemplateConfig, "policies": PolicyConfig}
 ENVS = {"train_envs": (TrainEnvSpec, "at least once."), "eval_envs": (EvalEnvSpec, "any number.")}
 OF_ENVS = "Keys of each entry of `[[train_envs]]` and `[[eval_envs]]`."
 BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
@@ -87,8 +88,8 @@ def page() -> str:
             sections += ["", f"## `[{name}]`", *_intro(kind), *_keys(kind, f"{name}.")]
             if name == "alarms":
                 sections += ["", "Each alarm is a table with two keys:", "", *_items(AlarmConfig)]
-        elif name == "templates":
-            sections += ["", f"## `[{name}.NAME]`", *_intro(TemplateConfig), *_keys(TemplateConfig, f"{name}.NAME.")]
+        elif name in NAMED:
+            sections += ["", f"## `[{name}.NAME]`", *_intro(NAMED[name]), *_keys(NAMED[name], f"{name}.NAME.")]
         elif name in ENVS:
             spec, times = ENVS[name]
             if name == "train_envs":

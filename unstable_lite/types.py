@@ -7,9 +7,8 @@ Shape suffixes: `P` prompt tokens, `C` completion tokens, `T` their concatenatio
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -56,20 +55,6 @@ def policy_of(uid: str) -> str:
 def uid_of(policy: str, name: str) -> str:
     """Return the uid of a policy's checkpoint, which is its name alone if the run has no other policy."""
     return f"{policy}/{name}" if policy else name
-
-
-@functools.cache
-def number_format(array_type: Any) -> np.dtype[Any]:
-    """Return the little-endian number format of an array type such as `TokenIds`. Raises TypeError for another type.
-
-    It reads the type itself, because two names of one type need not be equal: numpy 2.5 has `NDArray` as a `type` alias
-    on Python 3.12, which msgspec resolves. Bytes that are read in a wrong format become other tokens.
-    """
-    arguments = get_args(array_type)
-    if len(arguments) != 2 or not (scalar := get_args(arguments[1])):
-        raise TypeError(f"{array_type} is not a type of arrays")
-    number: np.dtype[Any] = np.dtype(scalar[0])
-    return number.newbyteorder("<")
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):

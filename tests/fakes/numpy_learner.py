@@ -12,6 +12,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unstable_lite.transport.messages import (
     AdapterDigest,
     Done,
     Failed,
+    LearnerRequest,
     LoadLearner,
     Message,
     Ready,
@@ -58,14 +60,20 @@ def use(patch: Any = None) -> None:
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
-    learner = class_of(spec.config.algorithm)(spec)
+    learners = {name: learner_of(spec, name) for name in spec.config.shares}
     assert gc.isenabled()
     socket.send(Ready(info={"adapter_bytes": 4096, "device": spec.device, "threads": spec.threads}))
     while True:
         for message in socket.receive(wait_s=1.0):
             if isinstance(message, Stop):
                 return
-            socket.send(learner.answer(message))
+            assert isinstance(message, LearnerRequest)
+            socket.send(learners[message.policy].answer(message))
+
+
+def learner_of(spec: WorkerSpec, policy: str) -> NumpyLearner:
+    own = spec.config.of_policy(policy)
+    return class_of(own.algorithm)(replace(spec, config_json=own.model_dump_json()))
 
 
 def class_of(algorithm: str) -> type[NumpyLearner]:

@@ -12,7 +12,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 def updates(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that updates wrote."""
-    return [line for line in metrics(directory) if "learner/loss" in line]
+    return [line for line in metrics(directory) if any(name.endswith("learner/loss") for name in line)]
 
 
 def games(directory: Path) -> list[dict[str, Any]]:

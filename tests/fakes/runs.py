@@ -132,7 +132,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 120) -> None:
 def num_updates(directory: Path) -> int:
     """Return the number of updates in metrics.jsonl of the only run in `directory`."""
     lines = [line for path in directory.glob("outputs/*/*/metrics.jsonl") for line in path.read_text().splitlines()]
-    return sum('"learner/loss"' in line for line in lines)
+    return sum('learner/loss"' in line for line in lines)
 
 
 def undocumented_metrics(directory: Path) -> list[str]:

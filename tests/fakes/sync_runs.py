@@ -58,7 +58,8 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
     del state["tracker"]["seconds"]
     # Some windows hold times; metrics.jsonl has the means of the others.
-    del state["tracker"]["windows"]
+    for tracked in (state["tracker"], *state["tracker"].get("policies", {}).values()):
+        tracked.pop("windows", None)
     return state
 
 
@@ -67,7 +68,9 @@ def assert_equal(one: Path, other: Path, checkpoints: set[str]) -> None:
     assert deterministic_metrics(one) == deterministic_metrics(other)
     for name in checkpoints:
         ours, theirs = (directory / "checkpoints" / name for directory in (one, other))
-        for file in ("adapter_model.safetensors", "learner.safetensors"):
+        files = [path.relative_to(ours) for path in ours.rglob("*.safetensors")]
+        assert {file.name for file in files} >= {"adapter_model.safetensors", "learner.safetensors"}
+        for file in files:
             assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (name, file)
         assert state_of(ours) == state_of(theirs)
     assert (one / "eval.jsonl").read_text() == (other / "eval.jsonl").read_text()

@@ -110,7 +110,7 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     error = ""
     try:
         if rank:
-            one.follow()
+            worker.follow({"": one})
         else:
             for message in messages:
                 placed = _placed(message)

@@ -69,11 +69,11 @@ def run(
     with errors_as_messages(debug):
         from unstable_lite.config.reading import read_config
         from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.orchestrator.checkpoint import lasting_changes
         from unstable_lite.orchestrator.event_loop import run_in_loop
         from unstable_lite.orchestrator.run import Run
         from unstable_lite.planning.plan import load_plan
         from unstable_lite.planning.trust import run_config
+        from unstable_lite.tracking.run_directory import lasting_changes
 
         if resume is not None:  # the run has its own config; a first argument is an override
             changes = [*([config] if config is not None else []), *(overrides or [])]
@@ -113,14 +113,16 @@ def check(
         from unstable_lite.dashboards.terminal import key_value_lines, print_lines
         from unstable_lite.learner import LEARNERS, find_learner
         from unstable_lite.models.files import check_weights
+        from unstable_lite.planning.defaults import policy_configs
         from unstable_lite.planning.memory import describe
         from unstable_lite.planning.plan import load_plan
         from unstable_lite.tracking.run_directory import to_toml
 
         out = console()
         plan = load_plan(config, tuple(overrides or ())) if config is not None else None
-        if plan is not None and plan.config.algorithm not in LEARNERS:
-            find_learner(plan.config)  # in a run, only the learner's process imports it, and torch with it
+        for own in policy_configs(plan.config).values() if plan is not None else ():
+            if own.algorithm not in LEARNERS:
+                find_learner(own)  # in a run, only the learner's process imports it, and torch with it
         if memory is not None:
             model_name, vram_gib = memory
             out.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")

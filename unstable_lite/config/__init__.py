@@ -95,13 +95,15 @@ class Config(Section):
         return {name: share or left / num_open for name, share in given.items()} or {"": 1.0}
 
     def of_policy(self, name: str) -> Config:
-        """Return the config of one policy, as if a run had no other; only its seed and number of updates differ.
+        """Return the config of one policy, as if a run had no other; its seed and number of updates are its own.
 
-        Raises KeyError if there is no such policy.
+        So are its envs: training envs that have seats for it or have no `seats`, and evaluations against others. Raises
+        KeyError if there is no such policy.
         """
         if not self.policies:
             return self
         policy, opponents = self.policies[name], self.league.opponent_sampling_strategy
+        played = (env for env in self.train_envs if not env.seats or name in env.seats)
         return self.changed(
             policies={},
             algorithm=policy.algorithm or self.algorithm,
@@ -109,6 +111,8 @@ class Config(Section):
             league={"opponent_sampling_strategy": opponents if policy.opponents is None else policy.opponents},
             run={
                 "seed": derive_seed(self.run.seed, "policy", name),
-                "learning_steps": math.ceil(self.shares[name] * self.run.learning_steps),
+                "learning_steps": max(1, math.ceil(self.shares[name] * self.run.learning_steps)),
             },
+            train_envs=tuple(env.changed(num_actors=env.seats.count(name)) if env.seats else env for env in played),
+            eval_envs=tuple(env for env in self.eval_envs if env.fixed_opponent != f"policy:{name}"),
         )

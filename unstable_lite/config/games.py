@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from unstable_lite.config.env_ids import canonical_env_id, is_judged
 from unstable_lite.config.reference import from_reference
@@ -129,12 +129,24 @@ class TrainEnvSpec(EnvSpec):
     """An env to collect training games from."""
 
     num_actors: int
-    """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
+    """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled. With
+    `seats` it may be left out."""
     fixed_opponents: tuple[str, ...] | None = None
     """Fixed opponents in this env. Default: `league.fixed_opponents`."""
     seats: tuple[str, ...] | None = None
     """Name of the policy at each seat, for games of roles in a run with `[policies]`. Default: the policy that a game
     is played for has `num_actors` random seats."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_every_seat(cls, given: Any) -> Any:
+        """Set `num_actors` if `seats` names a policy for every seat."""
+        return {"num_actors": len(given["seats"])} | given if isinstance(given, dict) and given.get("seats") else given
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of seats whose players a sampler of opponents draws."""
+        return 0 if self.seats else max(0, self.num_players - self.num_actors)
 
 
 INHERITED = (
@@ -157,7 +169,8 @@ class EvalEnvSpec(EnvSpec):
     """
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
-    """Opponent, named as in `league.fixed_opponents`."""
+    """Opponent, named as in `league.fixed_opponents`; or `policy:NAME`, the newest adapter of a policy of `[policies]`,
+    against which the others are evaluated."""
     temperature: Annotated[float, AfterValidator(eval_temperature)] | None = None
     """Sampling temperature of every seat that engines serve, at least 0.01, or 0: the most probable token. Default:
     `engine.temperature`."""
@@ -213,8 +226,9 @@ class LeagueConfig(Section):
     opponent_lag: Annotated[tuple[int, int], BeforeValidator(_two_numbers)] = (1, 7)
     """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
     max_active_checkpoints: int | None = Field(None, ge=1)
-    """Number of checkpoints that can be played at once, the current one included; each needs an adapter slot. Default:
-    1 if the strategy draws no older ones; all that `opponent_lag` allows for `lagged`; else as many of them as fit."""
+    """Number of a policy's checkpoints that can be played at once, the current one included; each needs an adapter
+    slot. Default: 1 if no strategy draws older ones; all that `opponent_lag` allows for `lagged`; else as many of them
+    as fit."""
     active_checkpoints_by: Literal["recency", "match-quality", "nearest-rating"] = "recency"
     """Choice of these checkpoints if there are more: the newest, those of the best TrueSkill match quality, or those of
     the nearest μ."""

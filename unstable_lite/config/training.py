@@ -272,12 +272,12 @@ class PolicyConfig(Section):
     """
 
     opponents: str | dict[str, Any] | None = None
-    """Its `league.opponent_sampling_strategy`, which may also name `policy:NAME`, the newest adapter of another policy,
-    and `policy:NAME/past`, one of its active checkpoints. Default: that of section `league`."""
+    """`league.opponent_sampling_strategy` of this policy, which may also name `policy:NAME`, the newest adapter of
+    another one, and `policy:NAME/past`, one of its active checkpoints. Default: that of section `league`."""
     share: float | None = Field(None, gt=0, lt=1)
-    """Its share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
+    """Share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
     algorithm: str | None = None
-    """Its `algorithm`. Default: the run's."""
+    """Algorithm of this policy. Default: the run's."""
     learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
     """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 

@@ -28,7 +28,8 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import ModelMeta, Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
 from unstable_lite.types import BASE, INITIAL, ModelRef
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
@@ -78,8 +79,8 @@ class ModelRegistry:
         self.add_policy(BASE, adapter_version=0, iteration=0)
 
     def of(self, policy: str) -> ModelRegistry:
-        """Return the view of another policy."""
-        view = copy.copy(self)
+        """Return the view of a policy."""
+        view = self if policy == self.policy else copy.copy(self)
         view.policy = policy
         return view
 

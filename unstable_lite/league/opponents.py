@@ -1,8 +1,8 @@
-"""Fixed opponents of a config: which of them each env may meet, and how they enter the registry."""
+"""Opponents of a config: which of them each env and policy may meet, and how fixed ones enter the registry."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from unstable_lite.adapters.frozen import members
@@ -29,29 +29,70 @@ def describe_strategy(league: LeagueConfig) -> str:
     )
 
 
+def is_policy(name: str) -> bool:
+    """Return whether a strategy's or a player's name is that of a policy of the run: `policy:NAME`, with `/past`."""
+    return parse_player(name).kind == "policy"
+
+
+def draws_fixed(name: str) -> bool:
+    """Return whether the sampler may draw `fixed_opponents`; a custom one may draw any model of the registry."""
+    return name not in ("none", "mirror", "lagged", "uniform") and not is_policy(name)
+
+
 def uses_fixed(league: LeagueConfig) -> bool:
-    """Return whether `fixed_opponents` may be drawn; a custom sampler may draw any model of the registry."""
-    return any(name not in ("none", "mirror", "lagged", "uniform") for name in strategies(league))
+    return any(map(draws_fixed, strategies(league)))
 
 
 def uses_checkpoints(league: LeagueConfig) -> bool:
-    """Return whether checkpoints before the current one may be drawn."""
-    return any(name not in ("none", "mirror", "fixed") for name in strategies(league))
+    """Return whether the policy's own checkpoints before the current one may be drawn."""
+    return any(name not in ("none", "mirror", "fixed") and not is_policy(name) for name in strategies(league))
+
+
+def policies_met(config: Config) -> dict[str, list[str]]:
+    """Return the other policies that each policy's strategy may draw: `main`, or `main/past` for its checkpoints."""
+    met = dict[str, list[str]]()
+    for policy in config.shares:
+        own = config.of_policy(policy)
+        drawn = strategies(own.league) if any(env.num_drawn for env in own.train_envs) else ()
+        met[policy] = [parse_player(name).rest for name in drawn if is_policy(name)]
+    return met
+
+
+def by_policy(config: Config, find: Callable[[Config], Iterable[str]]) -> list[str]:
+    """Return the problems that `find` returns for the config of each policy, with the names of the policies.
+
+    A problem of all policies is one of the run, and has no name.
+    """
+    found = {name: [*find(config.of_policy(name))] for name in config.shares}
+    problems = dict[str, list[str]]()
+    for name, texts in found.items():
+        for text in dict.fromkeys(texts):
+            problems.setdefault(text, []).append(name)
+    return [
+        text if len(names) == len(found) else f"policies.{', '.join(names)}: {text}" for text, names in problems.items()
+    ]
 
 
 def training_opponents(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the fixed opponents that the strategy may draw, by the id of each training env that has opponents."""
-    if not uses_fixed(config.league):
-        return {}
-    met = [env for env in config.train_envs if env.num_actors < env.num_players]
-    return {env.env_id: config.league.opponents_in(env) for env in met}
+    """Return the fixed opponents that a policy's strategy may draw, by the id of each training env with opponents."""
+    met = dict[str, tuple[str, ...]]()
+    for own in map(config.of_policy, config.shares):
+        if uses_fixed(own.league):
+            met |= {env.env_id: own.league.opponents_in(env) for env in own.train_envs if env.num_drawn}
+    return met
+
+
+def evaluated_opponents(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield env id and name of the fixed opponent of each eval env that has one; a policy of the run is none."""
+    for env in config.eval_envs:
+        if env.num_players > 1 and not is_policy(env.fixed_opponent):
+            yield env.env_id, env.fixed_opponent
 
 
 def met_opponents(config: Config) -> list[str]:
     """Return the names of the fixed opponents that a run may meet."""
     trained = [name for names in training_opponents(config).values() for name in names]
-    evaluated = [env.fixed_opponent for env in config.eval_envs if env.num_players > 1]
-    return list(dict.fromkeys([*trained, *evaluated]))
+    return list(dict.fromkeys([*trained, *(name for _, name in evaluated_opponents(config))]))
 
 
 def frozen_adapters(config: Config) -> list[str]:
@@ -67,9 +108,8 @@ def anchors(config: Config) -> dict[str, str]:
     opponents has no anchor.
     """
     met: dict[str, list[str]] = {}
-    for spec in config.eval_envs:
-        if spec.num_players > 1:
-            met.setdefault(spec.env_id, []).append(spec.fixed_opponent)
+    for env_id, name in evaluated_opponents(config):
+        met.setdefault(env_id, []).append(name)
     for env_id, opponents in training_opponents(config).items():
         met.setdefault(env_id, []).extend(opponents)
     return {
@@ -88,8 +128,7 @@ def add_training_opponents(config: Config, registry: ModelRegistry) -> None:
 
 def add_other_opponents(config: Config, registry: ModelRegistry) -> None:
     """Register the opponents of evaluations, and set each env's anchor."""
-    for env in config.eval_envs:
-        if env.num_players > 1:
-            registry.eval_opponent(env.fixed_opponent)
+    for _, name in evaluated_opponents(config):
+        registry.eval_opponent(name)
     for env_id, name in anchors(config).items():
         registry.set_anchor(env_id, registry.add_fixed(name, active=False).uid)

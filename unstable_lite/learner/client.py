@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import NoRoomError, WorkerDied
 from unstable_lite.learner import UPDATE_TIMEOUT_S, UPDATED
 from unstable_lite.reward_transformations.transforms import plain_weights
@@ -28,7 +27,7 @@ from unstable_lite.transport.messages import (
     Updated,
     WriteAdapter,
 )
-from unstable_lite.transport.rpc import Router, WorkerChannel
+from unstable_lite.transport.rpc import WorkerChannel
 from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, Step, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
@@ -37,11 +36,14 @@ DEADLINE_FACTOR = 2
 
 
 class LearnerClient:
-    """Client of the learner. After a death it repeats the request once a replacement has restored the state."""
+    """Client of one policy's learner, whose process has those of the other policies too.
 
-    def __init__(self, router: Router, config: LearnerConfig) -> None:
-        self.channel = WorkerChannel(router, "learner")
-        self._config = config
+    After its death it repeats the request once a replacement has restored the state.
+    """
+
+    def __init__(self, channel: WorkerChannel, policy: str = "") -> None:
+        self.channel = channel
+        self._policy = policy
         self._state: Path | None = None
         """Newest saved state."""
         self._being_saved: set[Path] = set()
@@ -64,7 +66,7 @@ class LearnerClient:
         updated: Updated = await self._write(Update, timeout_s, place, store, **fields)
         if updated.skipped is None:
             fields |= {"path": str(place()), "is_published": True}
-            self._unsaved = partial(self.channel.ask, Update, DEADLINE_FACTOR * timeout_s, **fields)
+            self._unsaved = partial(self._ask_once, Update, DEADLINE_FACTOR * timeout_s, **fields)
             if saves_at_once:
                 await self.save_state(version, store)
         return updated
@@ -74,7 +76,7 @@ class LearnerClient:
         place = partial(store.path, version)
         written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, place, store, version=version)
         fields: dict[str, Any] = {"path": str(place()), "version": version}
-        self._unsaved = partial(self.channel.ask, WriteAdapter, SAVE_TIMEOUT_S, **fields)
+        self._unsaved = partial(self._ask_once, WriteAdapter, SAVE_TIMEOUT_S, **fields)
         await self.save_state(version, store)
         return written.digest
 
@@ -127,12 +129,11 @@ class LearnerClient:
         await self._ask(LoadLearner, SAVE_TIMEOUT_S, path=str(checkpoint))
 
     async def restore(self) -> None:
-        """Give a replacement the state of the learner that died, and mark it ready."""
+        """Give a replacement the policy's state in the process that died."""
         if (state := self._state or self._origin) is not None:
-            await self.channel.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(state))
+            await self._ask_once(LoadLearner, SAVE_TIMEOUT_S, path=str(state))
         if self._unsaved is not None:
             await self._unsaved()
-        self.channel.mark_ready()
 
     async def _write(
         self,
@@ -154,10 +155,21 @@ class LearnerClient:
         while True:
             await self.channel.until_ready()
             with contextlib.suppress(WorkerDied):
-                return await self.channel.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
+                return await self._ask_once(message_type, DEADLINE_FACTOR * timeout_s, **fields)
+
+    async def _ask_once(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
+        return await self.channel.ask(message_type, timeout_s, policy=self._policy, **fields)
+
+
+async def restore_all(learners: Sequence[LearnerClient]) -> None:
+    """Give the replacement of a process that died the states of all policies, and mark it ready."""
+    for learner in learners:
+        await learner.restore()
+    learners[0].channel.mark_ready()
 
 
 def _copy_state(state: Path, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
     for path in sorted(state.rglob("*")):
         copy = directory / path.relative_to(state)
         if path.is_dir():

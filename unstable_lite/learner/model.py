@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,8 @@ from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed, layout
 from unstable_lite.learner.answers import Remembered
-from unstable_lite.learner.base_model import (
-    ADAPTER,
-    Head,
-    add_lora,
-    cast_by_autocast_alone,
-    choose_dtype,
-    load_base,
-    peft_config,
-    use_liger,
-)
+from unstable_lite.learner.base_model import ADAPTER, Head, LoadedBase, choose_dtype
 from unstable_lite.learner.forest import Forest, reading
-from unstable_lite.models import resolve_model
 from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
@@ -46,43 +37,50 @@ MOVING = ("average", "stage")
 """References of the KL penalty that follow the adapter; also their directories in a saved state."""
 _BASE = "base_model.model."
 """Beginning of PEFT's names of the base's modules."""
+_shared: ContextVar[Policy | None] = ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def sharing(first: Policy | None) -> Iterator[None]:
+    """Let the policies that are made in the body use the base of `first`; None: each loads its own."""
+    token = _shared.set(first)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 class Policy:
     """The learner's model, π. The base never changes; the adapter is never merged into it."""
 
     def __init__(self, config: Config, device: str) -> None:
-        torch.manual_seed(config.run.seed)
         self.device = torch.device(device)
         self.dtype = choose_dtype(config.learner.dtype, self.device)
         self._seed, self.has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
-        path = resolve_model(config.model_name)
-        self._base = load_base(path, self.dtype, self.device, config.trust_remote_code)
-        if config.learner.kernels == "liger":
-            use_liger(self._base)
+        first = _shared.get()
+        self._loaded: LoadedBase = first._loaded if first else LoadedBase(config, self.dtype, self.device)
+        self._base, self.model = self._loaded.base, self._loaded.model
+        self.num_base_parameters = self._loaded.num_parameters
+        self._ending = self._loaded.add_policy(config) if first else ""
+        """End of PEFT's names of its adapters, which differ from those of other policies."""
+        self.parameters: dict[str, nn.Parameter] = self._parameters_of(ADAPTER)
         chunk_tokens = LOGITS_CHUNK_TOKENS[self.device.type == "cuda"]
         has_bonus = config.learner.entropy_coefficient > 0
         self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_bonus)
-        self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
-        self.model = add_lora(self._base, config.lora, path)
-        self.parameters: dict[str, nn.Parameter] = {
-            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
         if config.lora.initial_lora_path is not None:
             self.load_adapter(config.lora.initial_lora_path)
-        if config.learner.activation_checkpointing:
-            self._base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
         if self.device.type == "cuda":
             # cuDNN plans every new shape, which takes longer than a pass, and every micro-batch has a new one.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.model.eval()
-        self._check_head()
+        if first is None:
+            self._check_head()
         self._train()
-        self.layout: batching.Layout = "rows"
-        self.warning = layout.choose(self, config)
+        self.layout: batching.Layout = first.layout if first else "rows"
+        self.warning: str | None = first.warning if first else layout.choose(self, config)
         """Reason of a layout of rows, if a forest was expected."""
         distributed.copy_from_first(self.parameters)
         self._reference = reference_adapter(config.learner, config.lora)
@@ -99,6 +97,10 @@ class Policy:
             # A resumed run reads it from the same directory.
             self.load_adapter(initial, self._reference)
         self.follow(decay=0.0)
+
+    def activate(self) -> None:
+        """Take the turn of the other policies on its base, with its adapter and its random states."""
+        self._loaded.activate(self._ending)
 
     @property
     def moving_reference(self) -> str | None:
@@ -289,10 +291,13 @@ class Policy:
 
     def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
         """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
-        own = self.model.peft_config[ADAPTER]
-        self.model.add_adapter(name, peft_config(lora, own.base_model_name_or_path, own.exclude_modules))
-        cast_by_autocast_alone(self.model)
-        return {key: parameter for key, parameter in self.model.named_parameters() if f".{name}." in key}
+        self._loaded.add_adapter(name + self._ending, lora)
+        return self._parameters_of(name)
+
+    def _parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        """Return the parameters of adapter `name`, by the names that they have in the first policy."""
+        own, plain = f".{name}{self._ending}.", f".{name}."
+        return {key.replace(own, plain): value for key, value in self.model.named_parameters() if own in key}
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -301,18 +306,19 @@ class Policy:
         Checkpointing repeats layers in the backward pass, with the adapter that is active then. PEFT computes gradients
         of the active adapter only.
         """
-        self.model.set_adapter(name)
+        self.model.set_adapter(name + self._ending)
         try:
             yield
         finally:
-            self.model.set_adapter(ADAPTER)
+            self.model.set_adapter(ADAPTER + self._ending)
 
     def adapter_state(self, name: str = ADAPTER) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and config as PEFT saves them: names without the adapter's, float32, plain lists."""
         # save_embedding_layers="auto" would query the hub for the size of the vocabulary.
-        state = peft.get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        own = name + self._ending
+        state = peft.get_peft_model_state_dict(self.model, adapter_name=own, save_embedding_layers=False)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-        config = self.model.peft_config[name].to_dict() | {"inference_mode": True}
+        config = self.model.peft_config[own].to_dict() | {"inference_mode": True}
         return tensors, config | {k: sorted(v) for k, v in config.items() if isinstance(v, set)}
 
     def load_adapter(self, directory: Path, name: str = ADAPTER) -> None:
@@ -330,7 +336,7 @@ class Policy:
             raise ModelError(
                 f"{directory} is for another base: {key} has shape {theirs.get(key)} there, {ours.get(key)} here"
             )
-        peft.set_peft_model_state_dict(self.model, tensors, adapter_name=name)
+        peft.set_peft_model_state_dict(self.model, tensors, adapter_name=name + self._ending)
 
     def of_text(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that belong to the text decoder, by name.

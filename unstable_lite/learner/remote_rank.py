@@ -16,7 +16,7 @@ import torch
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import UPDATE_TIMEOUT_S, distributed
-from unstable_lite.learner.worker import make_worker
+from unstable_lite.learner.worker import follow, make_workers
 from unstable_lite.transport.worker_main import WorkerSpec
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     if device != "cpu":
         torch.cuda.set_device(local_rank)
     distributed.join(store, spec.rank, spec.num_ranks, device, UPDATE_TIMEOUT_S)
-    make_worker(config, device).follow()
+    follow(make_workers(config, device))
     distributed.leave()
 
 

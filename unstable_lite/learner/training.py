@@ -30,6 +30,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LearnerConfig, Schedule
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.learner import UpdateResult, distributed
+from unstable_lite.learner.base_model import random_states, set_random_states
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import (
     Critic,
@@ -137,9 +138,7 @@ class Training:
         if (moving := self.policy.moving_reference) is not None:
             (directory / moving).mkdir(exist_ok=True)
             peft_files.write_files(directory / moving, *self.policy.adapter_state(moving))
-        tensors = state_tensors(self.optimizer, self.parameters) | {"rng.cpu": torch.get_rng_state()}
-        if self.policy.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
+        tensors = state_tensors(self.optimizer, self.parameters) | random_states(self.policy.device)
         counters = {name: getattr(self, name) for name in _COUNTERS} | {"spread": self.spread.state_dict()}
         if self.config.entropy_target is not None:
             counters["entropy_coefficient"] = self.entropy_coefficient
@@ -178,13 +177,10 @@ def read_state(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dic
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             counters: dict[str, Any] = json.loads(file.metadata()["counters"])
-        torch.set_rng_state(tensors.pop("rng.cpu"))
+        set_random_states(tensors, device)
     except (OSError, AdapterError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{path} is not a learner's state: {error}") from error
-    cuda_state = tensors.pop("rng.cuda", None)
-    if cuda_state is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda_state, device)
-    return tensors, counters
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}, counters
 
 
 def ready_info(policy: Policy, spec: WorkerSpec) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, l
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import ROWS_WITHOUT_GRADIENT
+from unstable_lite.learner.model import Policy, sharing
 from unstable_lite.learner.other_adapters import PastAdapters, read_parameters
 from unstable_lite.learner.training import ready_info
 from unstable_lite.learner.training_stats import histograms_of
@@ -37,10 +38,10 @@ from unstable_lite.transport.messages import (
     AnswersScored,
     Done,
     Failed,
+    LearnerRequest,
     LoadLearner,
     Message,
     Ready,
-    Request,
     SaveLearner,
     Score,
     ScoreAnswers,
@@ -69,27 +70,42 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     config = spec.config
     if spec.num_ranks > 1:
         distributed.join_as(spec)
-    worker = make_worker(config, spec.device)
-    socket.send(Ready(info=ready_info(worker.learner.training.policy, spec)))
+    workers = make_workers(config, spec.device)
+    socket.send(Ready(info=ready_info(next(iter(workers.values())).policy, spec)))
     if spec.rank:
-        worker.follow()
+        follow(workers)
         return
     while True:
         for message in socket.receive(wait_s=1.0):
             if isinstance(message, Stop):
                 distributed.broadcast(message)
                 return
-            socket.send(worker.answer(message))
+            assert isinstance(message, LearnerRequest), message
+            socket.send(workers[message.policy].answer(message))
 
 
-def make_worker(config: Config, device: str) -> _Worker:
+def make_workers(config: Config, device: str) -> dict[str, _Worker]:
+    """Return the worker of each policy, by its name; their policies share one base."""
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
-    return _Worker(load_learner(config, device), config)
+    workers: dict[str, _Worker] = {}
+    for name in config.shares:
+        own, first = config.of_policy(name), next(iter(workers.values()), None)
+        with sharing(first.policy if first else None):
+            workers[name] = _Worker(load_learner(own, device), own)
+    return workers
+
+
+def follow(workers: Mapping[str, _Worker]) -> None:
+    """Carry out the messages that rank 0 forwards, until `Stop`; rank 0 alone replies and writes files."""
+    while not isinstance(message := distributed.receive(), Stop):
+        assert isinstance(message, LearnerRequest), message
+        with contextlib.suppress(RequestError):  # it fails on every rank
+            workers[message.policy].perform(message)
 
 
 class _Worker:
-    """A learner, and the handling of each message."""
+    """The learner of one policy, and the handling of each message about it."""
 
     def __init__(self, learner: Learner, config: Config) -> None:
         self.learner = learner
@@ -100,9 +116,9 @@ class _Worker:
         """Newest directory of the learner's state, which is at the version before the next update."""
         self._made: dict[str, float] | None = None
         """Metrics of the newest update."""
-        self._policy = learner.training.policy
-        self._answers = AnswerScores(self._policy, config)
-        self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
+        self.policy: Policy = learner.training.policy
+        self._answers = AnswerScores(self.policy, config)
+        self.past_adapters = PastAdapters(self.policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,
@@ -113,25 +129,23 @@ class _Worker:
             LoadLearner: self._load,
         }
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: LearnerRequest[Any]) -> Message:
         """Carry out a request, with the other ranks if necessary, and return the reply."""
-        assert isinstance(message, Request), message
         try:
-            return self._requests[type(message)](message)
+            return self.perform(message)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error), is_no_room=isinstance(error, NoRoomError))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = f"{self._policy.device} is out of memory: {OOM_ADVICE} ({error})"
+            reason = f"{self.policy.device} is out of memory: {OOM_ADVICE} ({error})"
         _free_memory()
         return Failed(request_id=message.request_id, error=reason)
 
-    def follow(self) -> None:
-        """Carry out the messages that rank 0 forwards, until `Stop`; rank 0 alone replies and writes files."""
-        while not isinstance(message := distributed.receive(), Stop):
-            with contextlib.suppress(RequestError):  # it fails on every rank
-                self._requests[type(message)](message)
+    def perform(self, message: LearnerRequest[Any]) -> Message:
+        """Carry out a request and return the reply. Raises RequestError."""
+        self.policy.activate()
+        return self._requests[type(message)](message)
 
     def _begin(self, message: WriteAdapter) -> AdapterDigest:
         started = time.perf_counter()
@@ -147,7 +161,7 @@ class _Worker:
 
     def _score(self, message: Score) -> Scored:
         """Score the items. Raises RequestError for an unfit adapter."""
-        policy = self._policy
+        policy = self.policy
         parameters = None if message.adapter is None else read_parameters(Path(message.adapter), policy)
         scored = self._pass(map(length, message.items), partial(policy.score, message.items, parameters))
         return Scored(request_id=message.request_id, logprobs=tuple(scored))
@@ -161,7 +175,7 @@ class _Worker:
 
     def _pass(self, lengths: Iterable[int], score: Callable[[], T]) -> T:
         """Return `score()`, a pass over sequences of at most `lengths`. Later passes begin with the old size."""
-        policy, sizes = self._policy, list(lengths)
+        policy, sizes = self.policy, list(lengths)
         limit, longest = policy.max_tokens_per_micro_batch, max(sizes, default=0)
         policy.max_tokens_per_micro_batch = min(limit, max(1, longest * len(sizes)))
         try:
@@ -177,7 +191,7 @@ class _Worker:
         longest: most tokens of a sequence. num_rows: most sequences of a micro-batch. Raises RequestError if
         micro-batches of one sequence do not fit.
         """
-        policy = self._policy
+        policy = self.policy
         while True:
             try:
                 return attempt()
@@ -222,7 +236,7 @@ class _Worker:
 
     def _make(self, message: Update) -> UpdateResult:
         """Make the update, again if memory runs out, or repeat one whose adapter engines hold already."""
-        policy, config, items, version = self._policy, self._config.learner, message.items, message.version
+        policy, config, items, version = self.policy, self._config.learner, message.items, message.version
         if version % GROW_EVERY == 0:  # one unusual batch may have been the reason for halving them
             policy.max_tokens_per_micro_batch = min(
                 config.max_tokens_per_micro_batch, 2 * policy.max_tokens_per_micro_batch
@@ -263,7 +277,7 @@ class _Worker:
         """
         name, num_sums = type(self.learner).__name__, distributed.num_sums()
         with distributed.all_ranks_or_none():
-            self._policy.draw_apart(version)
+            self.policy.draw_apart(version)
             result = checked(name, self.learner.update(items, version))
             if distributed.num_ranks() > 1 and result.skipped is None:
                 if distributed.num_sums() == num_sums:
@@ -283,7 +297,7 @@ class _Worker:
         Each step is scored with the adapter that sampled it, so that its tokens are on-policy. A step whose adapter is
         not held is left out. Nothing of the learner changes. Raises RequestError as an update of these items would.
         """
-        policy = self._policy
+        policy = self.policy
         check(items, policy.vocab_size)
         fitted = fit(items, self._config.learner.max_train_len).items
         logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
@@ -299,7 +313,7 @@ class _Worker:
         """
         path = Path(message.path)
         shutil.rmtree(path, ignore_errors=True)  # left behind by a process that died
-        with peft_files.new_directory(path, 3 * self._policy.adapter_bytes) as unfinished:
+        with peft_files.new_directory(path, 3 * self.policy.adapter_bytes) as unfinished:
             self.learner.training.save(unfinished)
             if self._config.run.schedule == "sync":
                 self.past_adapters.save(unfinished)
@@ -316,7 +330,7 @@ class _Worker:
             return ""
         if is_new:
             shutil.rmtree(path, ignore_errors=True)
-        tensors, config = self._policy.adapter_state()
+        tensors, config = self.policy.adapter_state()
         if not Path(path).exists():  # a process may have died just after it wrote it
             peft_files.write_adapter(Path(path), tensors, config)
         return peft_files.digest_of(config, peft_files.serialized(tensors))
@@ -334,7 +348,7 @@ class _Worker:
         self._state = directory
         if self._made is not None:  # its predecessor found the size that fits this machine's memory
             self._oom_retries = int(self._made["oom_retries"])
-            self._policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
+            self.policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
         return Done(request_id=message.request_id)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ import msgspec
 import numpy as np
 
 from unstable_lite.adapters.canary import FEWEST_TOKENS, NOISE_TOKENS, Check, Evidence, Floats, Noise
+from unstable_lite.adapters.frozen import number_of_policy
 from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Weights
+from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied
+from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.env_start import environment_of
+from unstable_lite.games.templates import Template, format_prompt
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds, number_format
+from unstable_lite.transport.codec import number_format
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds
 
+CANARY_PROMPTS = 8
+"""Number of prompts of the canary, at most."""
 CANARY_TOKENS = 16
 """Length limit of one completion."""
 CANARY_SEED = 20_11
@@ -74,11 +82,13 @@ class CanaryChecks:
         prompts: Sequence[str],
         tolerance: float,
         alarm: Callable[[str], None],
+        others: Sequence[LearnerClient] = (),
     ) -> None:
+        """`others`: the learner's clients of the other policies, in the order of their numbers."""
         self.num_doubts = 0
         """Number of checks that ended without a verdict."""
         self._engines = engines
-        self._learner = learner
+        self._learners = [learner, *others]
         self._table = table
         self._prompts = prompts
         self._asked = list(prompts)
@@ -87,7 +97,7 @@ class CanaryChecks:
         self._alarm = alarm
         self._has_reported_few = False
         self._evidence: dict[str, Evidence] = {}
-        """Evidence of all new adapters together against each engine, by its name."""
+        """Evidence of all new adapters together against each engine, by its name and the policy's number if not 0."""
         self._frozen_evidence: dict[str, Evidence] = {}
         """The same of all frozen players; not saved, because every start checks them again."""
         self._noise = Noise([], [], tolerance)
@@ -209,8 +219,10 @@ class CanaryChecks:
         """Check engines in rounds, as long as any of them needs more tokens; return those that did not die."""
         against, noise = self._evidence if directory is None else self._frozen_evidence, self._noise if id else None
         limits, canaries = (self._tolerance, self._num_scored, self._num_sampled), []
+        policy = number_of_policy(id)
         for engine in engines:
-            check = Check(against.setdefault(engine.channel.name, Evidence()), noise, *limits)
+            key = engine.channel.name + f" {policy}" * bool(policy)
+            check = Check(against.setdefault(key, Evidence()), noise, *limits)
             canaries.append(_Canary(engine=engine, life=engine.channel.life, check=check))
         while unfinished := [canary for canary in canaries if not canary.has_died and canary.check.num_wanted()]:
             await self._sample_more(id, unfinished)
@@ -232,7 +244,8 @@ class CanaryChecks:
     async def _score_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
         """Let the learner score the completions that the checks need next, and compare them."""
         new = [(c, one) for c in canaries for one in c.generations[c.check.num_completions : c.check.num_wanted()]]
-        scored = await self._score((generation for _, generation in new), directory) if new else {}
+        generations, policy = [generation for _, generation in new], number_of_policy(id)
+        scored = await self._score(generations, directory, policy) if new else {}
         for canary, generation in new:
             self._compare(id, canary, generation, scored[_tokens(generation)])
 
@@ -317,11 +330,28 @@ class CanaryChecks:
         return await engine.generate(prompt, id, seed=seed, max_tokens=CANARY_TOKENS)
 
     async def _score(
-        self, generations: Iterable[Generation], directory: Path | None = None
+        self, generations: Iterable[Generation], directory: Path | None = None, policy: int = 0
     ) -> dict[tuple[bytes, bytes], LearnerLogprobs]:
         """Return the learner's log-probabilities by the tokens, because many engines give the same answers."""
         distinct = {_tokens(generation): generation for generation in generations}
-        return dict(zip(distinct, await self._learner.score(list(distinct.values()), directory), strict=True))
+        return dict(zip(distinct, await self._learners[policy].score([*distinct.values()], directory), strict=True))
+
+
+def canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:
+    """Return the first prompts of up to CANARY_PROMPTS different games, of all envs in turn.
+
+    An env whose reset is slow, or that needs its own process, gives one prompt.
+    """
+    prompts: dict[str, None] = {}
+    for seed in range(CANARY_PROMPTS):
+        for spec in config.train_envs:
+            if len(prompts) == CANARY_PROMPTS:
+                break
+            if seed and is_isolated(spec):
+                continue
+            _, observation = environment_of(spec, seed).observe()
+            prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None
+    return list(prompts)
 
 
 def _carried(evidence: dict[str, Evidence]) -> dict[str, Evidence]:

@@ -13,38 +13,34 @@ import json
 import shlex
 import shutil
 import struct
-import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unstable_lite import plugins
-from unstable_lite.adapters.frozen import by_update, update_of
+from unstable_lite.adapters.frozen import by_update, number_of_policy, update_of
 from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
-from unstable_lite.config.reading import drop_removed, parse_config
 from unstable_lite.errors import ConfigError, ProtocolError, UnstableError
 from unstable_lite.files import check_links, read_records
-from unstable_lite.orchestrator.evaluations import Evaluations, is_evaluated
-from unstable_lite.planning.defaults import resolve_defaults
-from unstable_lite.planning.envs import changed_questions
-from unstable_lite.planning.trust import CONFIG
+from unstable_lite.orchestrator.evaluations import Evaluations, evaluated_cell, evaluated_cells, is_evaluated
 from unstable_lite.tracking.run_directory import (
     LEAGUE,
     MANIFEST,
     WAITING,
     find_damage,
-    recorded_questions,
+    lasting_changes,
     replace_config,
     rewind,
     sha256,
 )
 from unstable_lite.transport.codec import decode_values, encode
 from unstable_lite.transport.messages import check_lengths, check_plain
-from unstable_lite.types import Step
+from unstable_lite.types import Step, uid_of
 
 if TYPE_CHECKING:
+    from unstable_lite.orchestrator.policies import TrainedPolicy
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 
@@ -52,38 +48,6 @@ STEPS_IN_FRAME = 1000
 """Number of waiting steps in a frame. At a few hundred kB a step that is far below the limit of a frame."""
 LENGTH_BYTES = 4
 """Size of the length before each frame, little-endian."""
-LASTING = (
-    "algorithm",
-    "learner.optimizer",
-    "lora.lora_rank",
-    "lora.lora_alpha",
-    "lora.target_modules",
-    "buffer.kind",
-    "rewards.group_baseline",
-)
-"""Config keys that determine the contents of a checkpoint."""
-
-
-def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
-    """Yield a message for each key in which `config` differs from the run's own and no longer fits its checkpoints.
-
-    Also yield one for each file of questions that changed.
-    """
-    yield from changed_questions(config, recorded_questions(directory))
-    raw = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    drop_removed(raw)
-    own, _ = parse_config(raw)
-    if own is None:
-        return
-    tables = [resolve_defaults(each).model_dump(mode="json") for each in (own, config)]
-    for name in LASTING:
-        section, _, key = name.rpartition(".")
-        before, now = ((table[section] if section else table)[key] for table in tables)
-        if before != now:
-            yield (
-                f"{name} = {json.dumps(now)}: the run's checkpoints were made with {json.dumps(before)}. "
-                "Leave it as it is, or start a new run from the adapter: lora.initial_lora_path"
-            )
 
 
 def save_checkpoint(
@@ -233,29 +197,43 @@ class CheckpointSaver:
 
     def _stateful(self) -> dict[str, Any]:
         """Return the parts that have a state, by their keys in a checkpoint, in the order in which they load it."""
-        names = ("registry", "scheduler", "buffer", "adapter_sync", "collector", "pool", "health")
-        return {name: getattr(self._parts, name) for name in names} | {"seats": self._parts.collector.seats}
+        parts, policies = self._parts, self._parts.policies.values()
+        return {
+            "registry": parts.registry,
+            "scheduler": parts.scheduler,
+            **{uid_of(policy.name, "buffer"): policy.buffer for policy in policies},
+            "adapter_sync": parts.adapter_sync,
+            "collector": parts.collector,
+            **{uid_of(policy.name, "pool"): policy.pool for policy in policies},
+            "health": parts.health,
+            "seats": parts.collector.seats,
+        }
 
     async def resume(self, checkpoint: Checkpoint) -> dict[str, float]:
         """Restore the state of `checkpoint` in every process; return the canary's metrics."""
-        parts = self._parts
+        parts, canary = self._parts, dict[str, float]()
         self._restore(checkpoint)
-        await parts.workers.learner.load(checkpoint.directory)
-        canary = await sync_unchanged(parts, self._progress.version)
-        await parts.pool.resume()
+        for policy in parts.policies.values():
+            await policy.learner.load(checkpoint.directory / policy.name)
+            canary = await sync_unchanged(parts, policy, policy.version)
+            await policy.pool.resume()
         replace_config(parts.directory, parts.plan.config, self._progress.updates)  # only now: all of the state fits
         return canary
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
-        progress, state = self._progress, checkpoint.state
+        progress, state, policies = self._progress, checkpoint.state, self._parts.policies
         with checkpoint.understood():
-            progress.updates, progress.skipped = state["updates"], state["skipped_updates"]
+            for name, updates in state.get("updates_of", {"": state["updates"]}).items():
+                policies[name].updates = updates
+            progress.skipped = state["skipped_updates"]
             left_out = {name: part.load_state_dict(state[name]) for name, part in self._stateful().items()}
         for text in left_out["scheduler"]:
             self._parts.terminal.say(text)
         self.newest, self.saved_update = checkpoint.directory, progress.updates
-        self._parts.buffer.refill(checkpoint.waiting)
+        for policy in policies.values():
+            own = [c for c in checkpoint.waiting if number_of_policy(c[0].generation.adapter_version) == policy.number]
+            policy.buffer.refill(own)
 
     def _decide(self) -> bool:
         """Return whether a checkpoint is due after an update; one that could not be written stays due."""
@@ -282,24 +260,32 @@ class CheckpointSaver:
         return self.newest, self.saved_update
 
     async def _save(self, is_last: bool = False) -> None:
-        await self._parts.pool.settled()
+        for policy in self._parts.policies.values():
+            await policy.pool.settled()
         await self._write(self._progress.updates, self._checkpoint(), is_last)
 
     def _checkpoint(self) -> Coroutine[Any, Any, Path]:
         """Take everything that has to survive as it is at this moment; awaiting the result writes it."""
-        parts, progress = self._parts, self._progress
+        parts, progress, policies = self._parts, self._progress, self._parts.policies
         stateful = self._stateful() | {"tracker": parts.tracker}
         state = {
             "updates": progress.updates,
-            "version": progress.version,
+            "version": next(iter(policies.values())).version,
+            **({"updates_of": {name: each.updates for name, each in policies.items()}} if "" not in policies else {}),
             "skipped_updates": progress.skipped,
             "evaluated": self._evaluations.done(),
             **{name: lasting_state(name, part) for name, part in stateful.items()},
         }
-        parts.pool.tell_saving()
-        self._is_due = False
-        contents, learner = parts.buffer.contents(), parts.workers.learner
-        return save_checkpoint(parts.directory / "checkpoints", progress.updates, state, contents, learner.save)
+        self._is_due, waiting = False, list[list[Step]]()
+        for policy in policies.values():
+            policy.pool.tell_saving()
+            waiting += policy.buffer.contents()
+
+        async def save_learners(directory: Path) -> None:
+            for policy in policies.values():
+                await policy.learner.save(directory / policy.name)
+
+        return save_checkpoint(parts.directory / "checkpoints", progress.updates, state, waiting, save_learners)
 
     async def _write(self, update: int, checkpoint: Coroutine[Any, Any, Path], is_last: bool = False) -> None:
         """Write the checkpoint of `update`. If that fails, the previous one stays and the next update tries again.
@@ -326,7 +312,8 @@ class CheckpointSaver:
             self._parts.alarm(f"checkpoints are written again: {path.name}")
         self._has_failed = False
         self.newest, self.saved_update = path, update
-        await self._parts.pool.tell_saved()
+        for policy in self._parts.policies.values():
+            await policy.pool.tell_saved()
 
 
 def lasting_state(name: str, part: Any) -> dict[str, Any]:
@@ -336,9 +323,9 @@ def lasting_state(name: str, part: Any) -> dict[str, Any]:
     return state if is_ours else plugins.lasting(f"{name} {type(part).__name__}", state)
 
 
-async def sync_unchanged(parts: RunParts, version: int) -> dict[str, float]:
-    """Sync the learner's adapter, as it is, to every engine as `version`; return the canary's metrics."""
-    digest = await parts.workers.learner.write_adapter(version, parts.store)
+async def sync_unchanged(parts: RunParts, policy: TrainedPolicy, version: int) -> dict[str, float]:
+    """Sync a policy's adapter, as it is, to every engine as `version`; return the canary's metrics."""
+    digest = await policy.learner.write_adapter(version, parts.store)
     return await parts.adapter_sync.sync(version, digest)
 
 
@@ -359,7 +346,8 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         scheduler = checkpoint.state["scheduler"]
         num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
         unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
-        evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
+        unfinished |= {uid_of(name, f"ckpt-{n}") for name, n in checkpoint.state.get("updates_of", {}).items()}
+        evaluated = {tuple(cell) for cell in checkpoint.state["evaluated"]}
     if _has_ended(directory, config, updates):
         raise UnstableError(f"{directory} already made its {updates} updates. To train further: run.learning_steps=N")
     # In mode `sync`, evaluations that the checkpoint does not contain are repeated: ratings and games depend on them.
@@ -368,7 +356,7 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
     def is_repeated(line: dict[str, Any]) -> bool:
         if line["label"] == "concurrent":
             return line["model"] in unfinished
-        return is_made_again and line["step"] == updates and (line["env_id"], line["opponent"]) not in evaluated
+        return is_made_again and line["step"] == updates and evaluated_cell(line) not in evaluated
 
     try:
         rewind(directory, updates, num_games, in_flight, is_repeated)
@@ -386,5 +374,5 @@ def _has_ended(directory: Path, config: Config, updates: int) -> bool:
     if updates != config.run.learning_steps or not config.run.eval_games:
         return updates >= config.run.learning_steps
     lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
-    known = {(line["env_id"], line["opponent"]) for line in lines if line["step"] == updates}
-    return known.issuperset(config.eval_cells)
+    known = {evaluated_cell(line) for line in lines if line["step"] == updates}
+    return known.issuperset(evaluated_cells(config))

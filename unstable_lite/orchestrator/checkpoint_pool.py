@@ -20,14 +20,16 @@ from typing import Any
 
 from unstable_lite.adapters.frozen import COPIES, keep_copy, members, slug, source_of
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError, RequestError, UnstableError
-from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.ratings import ModelMeta
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.planning.defaults import adapter_slots_needed
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.validation import frozen_problems
+from unstable_lite.types import policy_of
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +49,13 @@ class CheckpointPool:
         adapter_sync: AdapterSync,
         directory: Path,
         alarm: Callable[[str], None],
+        first_returned: int = FIRST_RETURNED_VERSION,
     ) -> None:
-        """`size`: limit on active checkpoints, the current one included. `directory`: of the copies on disk."""
+        """Create a pool of the checkpoints of the policy whose view `registry` is.
+
+        size: limit on active checkpoints, the current one included. directory: of the copies on disk. first_returned:
+        first id of adapters that return.
+        """
         self.num_returned = 0
         """Number of checkpoints that returned."""
         self._config = config
@@ -67,7 +74,7 @@ class CheckpointPool:
         """Uids that had a copy when the checkpoint began that is being written."""
         self._to_store: deque[tuple[str, int]] = deque()
         """Uid and version of checkpoints that have a pin and need a copy."""
-        self._next_version = FIRST_RETURNED_VERSION
+        self._next_version = first_returned
         self._admitted: asyncio.Queue[None] = asyncio.Queue()
         """An entry for each new policy whose work is not done."""
 
@@ -98,7 +105,7 @@ class CheckpointPool:
             await self._adapter_sync.retired()
             await self._rotate()
             most = self._config.opponent_lag[1]
-            for uid, origin in self._table.stored().items():  # give up copies that are too old to return
+            for uid, origin in self._stored().items():  # give up copies that are too old to return
                 if self._registry.lag(uid) > most and not self._is_kept(self._registry.get(uid).iteration or 0):
                     self._table.discard(origin)
                     self._left.add(uid)
@@ -118,10 +125,10 @@ class CheckpointPool:
         The current policy is on the engines already. Another active checkpoint returns under the id that it had, if it
         has a copy on disk.
         """
-        num_returned, stored = self.num_returned, self._table.stored()
+        num_returned, stored = self.num_returned, self._stored()
         self._needed.append(set(stored))
         for path in self._directory.glob("*"):
-            if path.name not in stored:
+            if path not in map(self._place, stored):
                 shutil.rmtree(path)
         current = self._registry.current
         if current.adapter_version:
@@ -139,7 +146,7 @@ class CheckpointPool:
 
     def tell_saving(self) -> None:
         """Note that a checkpoint begins, which will need the copies that are on disk now."""
-        self._saving = set(self._table.stored())
+        self._saving = set(self._stored())
 
     async def tell_saved(self) -> None:
         """Note that it was written, and remove copies that only older ones than the last two needed."""
@@ -149,6 +156,14 @@ class CheckpointPool:
     async def settled(self) -> None:
         """Wait until the work of the last `admit` is done, so that every copy is on disk."""
         await self._admitted.join()
+
+    def _stored(self) -> dict[str, Origin]:
+        """Return the origins of the policy's adapters that can return, by uid."""
+        policy = self._registry.policy
+        return {uid: origin for uid, origin in self._table.stored().items() if policy_of(uid) == policy}
+
+    def _place(self, uid: str) -> Path:
+        return self._directory / uid.rpartition("/")[2]
 
     def _others(self) -> list[ModelMeta]:
         """Return the active checkpoints except the current policy."""
@@ -192,7 +207,8 @@ class CheckpointPool:
     async def _rotate(self) -> None:
         """Reload checkpoints that are wanted more than the active ones, best first, as far as there are slots."""
         for _ in range(self._size - 1):
-            known = [meta for meta in self._registry.get_all_models().values() if meta.kind == "checkpoint"]
+            models, policy = self._registry.get_all_models().values(), self._registry.policy
+            known = [meta for meta in models if meta.kind == "checkpoint" and meta.policy == policy]
             candidates = [meta for meta in known if self._is_candidate(meta) and self._can_play(meta)]
             absent = [meta for meta in self._ranked(candidates)[: self._size - 1] if not meta.active]
             if not absent or not await self._return(absent[0], self._next_version):
@@ -201,7 +217,7 @@ class CheckpointPool:
             self._trim()
 
     def _can_play(self, meta: ModelMeta) -> bool:
-        return meta.active or not meta.adapter_version or meta.uid in self._table.stored()
+        return meta.active or not meta.adapter_version or meta.uid in self._stored()
 
     async def _return(self, meta: ModelMeta, id: int) -> bool:
         """Reload a checkpoint as `id`, which is new to these engines; return False if it has to wait for a slot."""
@@ -211,10 +227,10 @@ class CheckpointPool:
             return True
         if not table.has_spare_slot:
             return False
-        origin = table.stored()[uid]
+        origin = self._stored()[uid]
         table.reserve(id, origin)
         try:
-            await _in_thread(shutil.copytree, self._directory / uid, self._store.path(id))
+            await _in_thread(shutil.copytree, self._place(uid), self._store.path(id))
             await self._adapter_sync.reload(id)
         except (OSError, RequestError) as error:
             self._alarm(f"{uid} cannot return as an opponent: {error}")
@@ -235,11 +251,12 @@ class CheckpointPool:
             self._to_store.append((uid, version))
 
     async def _copy_to_disk(self, uid: str, version: int) -> None:
-        partial = self._directory / f".{uid}.partial"
+        place = self._place(uid)
+        partial = place.with_name(f".{place.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             await _in_thread(shutil.copytree, self._store.path(version), partial)
-            partial.rename(self._directory / uid)
+            partial.rename(place)
             self._table.store(self._table.origin(version), uid)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -250,7 +267,7 @@ class CheckpointPool:
     async def _remove_unneeded(self) -> None:
         for uid in self._left.difference(self._saving, *self._needed):
             self._left.discard(uid)
-            await _in_thread(shutil.rmtree, self._directory / uid, True)
+            await _in_thread(shutil.rmtree, self._place(uid), True)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 
+from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.dashboards.text_rows import all_shortened
@@ -17,17 +20,18 @@ from unstable_lite.files import read_records
 from unstable_lite.games.openspiel.game_tree import GameTree, flatten, renormalised
 from unstable_lite.games.templates import Template, questions
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.event_loop import first_reason, unless_set
 from unstable_lite.planning.envs import exact_envs
 from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import LockStep
 from unstable_lite.rollout.sampled_policy import sample_policy
+from unstable_lite.tracking.displayed_metrics import named, of_policy
 from unstable_lite.tracking.evaluations import Evaluation, summarise_evaluation
 from unstable_lite.tracking.result_rows import result_rows, row_label
-from unstable_lite.types import GameRecord, ModelRef
+from unstable_lite.types import GameRecord, ModelRef, policy_of, uid_of
 
 if TYPE_CHECKING:
+    from unstable_lite.orchestrator.policies import TrainedPolicy
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 
@@ -49,17 +53,22 @@ class Evaluations:
         return updates < run.learning_steps and is_evaluated(run, updates)
 
     async def evaluate(self, label: str) -> None:
-        """Evaluate the newest policy on every env on which it was not evaluated before the run resumed."""
-        config = self._parts.plan.config
-        if not config.run.eval_games or self._parts.stop.is_set():
+        """Evaluate each policy's newest adapter on every env on which it was not evaluated before the run resumed."""
+        parts, config, update = self._parts, self._parts.plan.config, self._progress.updates
+        if not config.run.eval_games or parts.stop.is_set():
             return
-        model, update = self._parts.registry.current, self._progress.updates
         known = self.done()
-        envs = [env for env in config.eval_envs if (env.env_id, env.opponent) not in known]
-        with self._parts.table.leased(model.adapter_version or 0):  # between two envs the policy may change
-            for env in envs:
-                if not await self._evaluate_on(env, model, update, label):
-                    return
+        models = {name: policy.registry.current for name, policy in parts.policies.items()}
+        with contextlib.ExitStack() as leases:  # between two envs a policy may change
+            for model in models.values():
+                leases.enter_context(parts.table.leased(model.adapter_version or 0))
+            for env in config.eval_envs:
+                for name, model in models.items():
+                    is_itself = bool(name) and env.fixed_opponent == f"policy:{name}"
+                    if is_itself or (env.env_id, env.opponent, *filter(None, [name])) in known:
+                        continue
+                    if not await self._evaluate_on(env, model, update, label):
+                        return
 
     async def evaluate_exactly(self) -> None:
         """Log exact evaluations that are due before the first update, or that a stop broke off."""
@@ -68,13 +77,15 @@ class Evaluations:
             return
         records = read_records(parts.directory / "metrics.jsonl") if parts.resume_from is not None else ()
         logged = {name for line in records if line["step"] == update for name in line}
-        exact = await parts.exact.metrics(update, logged)
-        parts.tracker.log(update, exact)
-        parts.health.check_exploitability(exact)
+        for policy in parts.policies.values():
+            exact = await parts.exact.metrics(policy, logged)
+            parts.tracker.log(update, of_policy(policy.name, exact))
+            parts.health.check_exploitability(exact, policy.name)
 
-    def done(self) -> list[tuple[str, str]]:
-        """Return env and opponent of each evaluation of the newest policy that has ended."""
-        return [(e.env_id, e.opponent) for e in self._parts.tracker.evaluations if e.step == self._progress.updates]
+    def done(self) -> list[tuple[str, ...]]:
+        """Return the cells (see `evaluated_cells`) of the evaluations of the newest policies that have ended."""
+        evaluations = self._parts.tracker.evaluations
+        return [evaluated_cell(asdict(one)) for one in evaluations if one.step == self._progress.updates]
 
     async def _evaluate_on(self, env: EvalEnvSpec, model: ModelRef, update: int, label: str) -> bool:
         """Return False if the run was stopped before the evaluation ended."""
@@ -104,7 +115,8 @@ class Evaluations:
         # Without a result it is not among the rows if others have one.
         rows = [row for row in parts.results() if evaluation is row.newest]
         (row,) = rows or result_rows([evaluation], config.eval_cells)
-        labels = [row_label(*cell, config.eval_cells) for cell in config.eval_cells]
+        cells = config.eval_cells
+        labels = [row_label(*cell, cells, policy) for policy in config.shares for cell in cells]
         short = dict(zip(labels, all_shortened(labels), strict=True))
         room = max(map(cell_len, ["opponent", *short.values()]))
         of_when, of_value = len(f"update {config.run.learning_steps}"), 18 if evaluation.is_share else 25
@@ -118,6 +130,21 @@ class Evaluations:
             say(f"{when}  {row.label}: {remark}")
 
 
+def evaluated_cells(config: Config) -> list[tuple[str, ...]]:
+    """Return env and opponent of each evaluation with a quota, and the policy's name if the run has several."""
+    return [
+        (*cell, *filter(None, [name]))
+        for name in config.shares
+        for cell in config.eval_cells
+        if not name or cell[1] != f"policy:{name}"
+    ]
+
+
+def evaluated_cell(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cell of an evaluation's record."""
+    return (line["env_id"], line["opponent"], *filter(None, [policy_of(line["model"])]))
+
+
 def is_evaluated(config: RunConfig, update: int) -> bool:
     """Return whether an evaluation with a quota follows the update."""
     return update == config.learning_steps or (config.eval_every is not None and update % config.eval_every == 0)
@@ -126,10 +153,8 @@ def is_evaluated(config: RunConfig, update: int) -> bool:
 class ExactEvaluations:
     """Exploitability of the newest policy, every `run.exact_every` updates."""
 
-    def __init__(
-        self, parts: RunParts, templates: Mapping[str, Template], learner: LearnerClient, lock_step: LockStep | None
-    ) -> None:
-        self._parts, self._learner, self._lock_step = parts, learner, lock_step
+    def __init__(self, parts: RunParts, templates: Mapping[str, Template], lock_step: LockStep | None) -> None:
+        self._parts, self._lock_step = parts, lock_step
         self._run = parts.plan.config.run
         self._games: list[ExactGame] = []
         for env in exact_envs(parts.plan.config)[0]:
@@ -138,54 +163,57 @@ class ExactEvaluations:
             texts = [(question.prompt, question.answers) for question in questions(env, template, states)]
             self._games.append((env, tree, texts, template.stop))
 
-    async def metrics(self, update: int, logged: Collection[str] = ()) -> dict[str, float]:
-        """Return the exploitabilities of the newest adapter after `update` that are due then, except those `logged`.
+    async def metrics(self, policy: TrainedPolicy, logged: Collection[str] = ()) -> dict[str, float]:
+        """Return the exploitabilities of a policy's newest adapter that are due after its update, except `logged` ones.
 
         An env whose answers cannot be scored, or sampled, raises an alarm instead.
         """
-        games = [game for game in self._games if f"exploitability/{game[0].env_id}" not in logged]
-        if not games or self._run.exact_every is None or update % self._run.exact_every:
+        name = uid_of(policy.name, "exploitability")
+        games = [game for game in self._games if f"{name}/{game[0].env_id}" not in logged]
+        if not games or self._run.exact_every is None or policy.updates % self._run.exact_every:
             return {}
-        return await (self._computed if self._run.exact_samples is None else self._sampled)(update, games)
+        return await (self._computed if self._run.exact_samples is None else self._sampled)(policy, games)
 
-    async def _computed(self, update: int, games: Sequence[ExactGame]) -> dict[str, float]:
+    async def _computed(self, policy: TrainedPolicy, games: Sequence[ExactGame]) -> dict[str, float]:
         scores = {}
         async with self._parts.colocation.learner():
             for env, tree, texts, stop in games:
                 try:
-                    scores[env.env_id] = tree, await self._learner.score_answers(texts, stop)
+                    scores[env.env_id] = tree, await policy.learner.score_answers(texts, stop)
                 except RequestError as error:
-                    self._alarm(env, update, error)
+                    self._alarm(env, policy, error)
         metrics: dict[str, float] = {}
         for env_id, (tree, logprobs) in scores.items():
-            policy = [np.exp(logp.astype(np.float64)) for logp in logprobs]
-            for name, played in (("exploitability", policy), ("exploitability_legal", renormalised(policy))):
+            answers = [np.exp(logp.astype(np.float64)) for logp in logprobs]
+            for name, played in (("exploitability", answers), ("exploitability_legal", renormalised(answers))):
                 metrics[f"{name}/{env_id}"] = await asyncio.to_thread(tree.exploitability, played)
         return metrics
 
-    async def _sampled(self, update: int, games: Sequence[ExactGame]) -> dict[str, float]:
+    async def _sampled(self, policy: TrainedPolicy, games: Sequence[ExactGame]) -> dict[str, float]:
         """Ask the engines for answers, beside the games; without an env that a stop of the run interrupts."""
         parts, run, metrics = self._parts, self._run, dict[str, float]()
-        model, samples = parts.registry.current, run.exact_samples or 0
+        model, samples, update = policy.registry.current, run.exact_samples or 0, policy.updates
+        seed = policy.config.run.seed
         for env, tree, *_ in games:
             first = -1 - update * samples * len(tree.states)
-            game = new_game(env, [model] * 2, first, "eval", derive_seed(run.seed, "exact", update))
+            game = new_game(env, [model] * 2, first, "eval", derive_seed(seed, "exact", update))
             asking = sample_policy(
                 parts.collector.seats, game, tree, samples, run.num_collection_workers, self._lock_step
             )
             try:
                 with parts.table.leased(model.adapter_version or 0):
-                    policy = await unless_set(asking, parts.stop)
+                    sampled = await unless_set(asking, parts.stop)
             except ExceptionGroup as group:
                 if not isinstance(error := first_reason(group), RequestError):
                     raise
-                self._alarm(env, update, error)
+                self._alarm(env, policy, error)
                 continue
-            if policy is None:
+            if sampled is None:
                 break
-            for name, value in (await asyncio.to_thread(policy.metrics)).items():
+            for name, value in (await asyncio.to_thread(sampled.metrics)).items():
                 metrics[f"{'exploitability_other_answers' if name == 'rest' else name}/{env.env_id}"] = value
         return metrics
 
-    def _alarm(self, env: EnvSpec, update: int, error: Exception) -> None:
-        self._parts.alarm(f"no exact evaluation of {env.env_id} after update {update}: {error}")
+    def _alarm(self, env: EnvSpec, policy: TrainedPolicy, error: Exception) -> None:
+        text = f"no exact evaluation of {env.env_id} after update {policy.updates}: {error}"
+        self._parts.alarm(named(policy.name, text))

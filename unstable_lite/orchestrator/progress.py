@@ -11,23 +11,25 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import asdict
 
 from unstable_lite.dashboards.terminal import key_value_lines
 from unstable_lite.files import replaced
+from unstable_lite.orchestrator.policies import TrainedPolicy
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.rejection import MOST_JUDGED
-from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env
+from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env, named
 from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, row_label
 from unstable_lite.tracking.run_directory import LIVE, LIVE_EVERY_S
 from unstable_lite.transport.messages import Updated
 from unstable_lite.transport.rpc import WorkerChannel
-from unstable_lite.types import Batch
+from unstable_lite.types import Batch, uid_of
 
 MOST_SHOWN = 4
 """Most results below the progress."""
@@ -35,7 +37,6 @@ MOST_SHOWN = 4
 
 class Progress:
     def __init__(self, parts: RunParts) -> None:
-        self.updates = 0
         self.skipped = 0
         """Number of batches that made no update."""
         self.training_seconds = 0.0
@@ -47,9 +48,14 @@ class Progress:
         """Number of updates, of games played and of tokens generated before training started, or resumed."""
 
     @property
-    def version(self) -> int:
-        """Version of the newest adapter: `updates`, plus one if training started from an adapter."""
-        return self._parts.registry.current.adapter_version or 0
+    def updates(self) -> int:
+        """Number of updates of all policies."""
+        return sum(policy.updates for policy in self._parts.policies.values())
+
+    @property
+    def next_to_learn(self) -> TrainedPolicy:
+        """Policy whose number of updates is the furthest behind its share; the first one of equals."""
+        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 1) / policy.share)
 
     @property
     def is_over(self) -> bool:
@@ -65,7 +71,7 @@ class Progress:
         self._tokens_before = parts.workers.engines.generated_tokens
         parts.terminal.start(
             config.run.learning_steps,
-            lambda: (parts.buffer.size(), config.learner.batch_size),
+            lambda: (self.next_to_learn.buffer.size(), self.next_to_learn.config.learner.batch_size),
             self.updates,
             status=self._answers,
         )
@@ -73,15 +79,15 @@ class Progress:
         self.training_seconds = time.monotonic() - self._started
         parts.terminal.stop()
 
-    def count_skipped(self, reason: str) -> None:
+    def count_skipped(self, policy: TrainedPolicy, reason: str) -> None:
         """Count a batch of which the learner made no update."""
         self.skipped += 1
         self._skipped_in_a_row += 1
-        self._parts.alarm(f"skipped a batch: {reason}")
-        self._parts.health.check_skipped(self._skipped_in_a_row, reason)
+        self._parts.alarm(named(policy.name, f"skipped a batch: {reason}"))
+        self._parts.health.check_skipped(self._skipped_in_a_row, reason, policy.name)
 
-    async def report(self, batch: Batch, updated: Updated, metrics: dict[str, float]) -> None:
-        """Write the update's steps and its line of metrics, and raise the alarms that follow from them.
+    async def report(self, policy: TrainedPolicy, batch: Batch, updated: Updated, metrics: dict[str, float]) -> None:
+        """Write the steps of a policy's update and its line of metrics, and raise the alarms that follow from them.
 
         `metrics`: those that only the train loop knows, its times and the canary's.
         """
@@ -89,8 +95,8 @@ class Progress:
         self._skipped_in_a_row = 0
         metrics |= {f"learner/{name}": value for name, value in updated.metrics.items()}
         metrics |= await parts.health.measure(batch)
-        await tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
-        metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics()
+        await tracker.add_train_data(self.updates, policy.version - 1, batch, updated.logprobs)
+        metrics |= self._engine_metrics() | self._buffer_metrics(policy) | self._league_metrics(policy)
         metrics |= {
             "learner/skipped_updates": self.skipped,
             "run/tokens_per_s": self._tokens_per_s(),
@@ -100,24 +106,28 @@ class Progress:
             **parts.watchdog.metrics(),
         }
         retries, size = "learner/oom_retries", "learner/max_tokens_per_micro_batch"
+        latest = partial(self._latest, policy)
         # Not for an attempt to grow again that ended at the size before.
-        is_smaller = metrics[size] < tracker.latest.get(size, math.inf)
-        if is_smaller and metrics[retries] > tracker.latest.get(retries, 0.0):
+        if metrics[size] < latest(size, math.inf) and metrics[retries] > latest(retries, 0.0):
             parts.alarm(
                 "the learner ran out of memory and did the update again; a micro-batch now has at most "
                 f"{metrics[size]:.0f} tokens"
             )
-        metrics |= await parts.exact.metrics(self.updates)  # after the metrics of the update's own sleep
-        metrics |= parts.health.check_update(self.updates, metrics)
-        if (filled := metrics.get("buffer/filled", 0)) and not tracker.latest.get("buffer/filled"):
+        metrics |= await parts.exact.metrics(policy)  # after the metrics of the update's own sleep
+        metrics |= parts.health.check_update(self.updates, metrics, policy.name)
+        if (filled := metrics.get("buffer/filled", 0)) and not latest("buffer/filled", 0.0):
             parts.terminal.say(
                 f"update {self.updates}: {filled:.0f} steps of its batch have results that are all alike, because "
                 f"{MOST_JUDGED} batches of steps brought too few others (rewards.reject_zero_signal, buffer/filled)"
             )
-        tracker.log_update(self.updates, metrics, updated.histograms)
-        tracker.end_evaluations(still_playing={parts.registry.get_current_ckpt(), *+parts.collector.evaluating})
+        tracker.log_update(self.updates, metrics, updated.histograms, *filter(None, [policy.name]))
+        current = {each.registry.get_current_ckpt() for each in parts.policies.values()}
+        tracker.end_evaluations(still_playing={*current, *+parts.collector.evaluating})
         status = "  ".join([*self._reward(), self._pace(), *self._ended_early()]) + parts.health.status()
         parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, status)
+
+    def _latest(self, policy: TrainedPolicy, name: str, default: float) -> float:
+        return self._parts.tracker.latest.get(uid_of(policy.name, name), default)
 
     def _engine_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -129,8 +139,8 @@ class Progress:
                 self._parts.alarm(f"{name} ran out of memory; it now runs fewer requests at once (see its log)")
         return metrics | self._parts.colocation.metrics()
 
-    def _buffer_metrics(self) -> dict[str, float]:
-        buffer = self._parts.buffer
+    def _buffer_metrics(self, policy: TrainedPolicy) -> dict[str, float]:
+        buffer = policy.buffer
         metrics: dict[str, float] = {
             "buffer/size": buffer.size(),
             "buffer/dropped_stale": buffer.dropped_stale,
@@ -139,23 +149,24 @@ class Progress:
             **buffer.counts.metrics(),
             "buffer/filtered_opponent_invalid": buffer.filtered,
         }
-        if self._parts.plan.config.group_baseline is not None and isinstance(buffer, StepBuffer):
+        if policy.config.group_baseline is not None and isinstance(buffer, StepBuffer):
             metrics["buffer/steps_in_groups"] = buffer.steps_in_groups
             metrics |= {f"buffer/groups_{name}": count for name, count in buffer.group_counts.items()}
         if (rejection := getattr(buffer, "rejection", None)) is not None:
             metrics |= rejection.metrics()
         if buffer.in_flight is not None:
             metrics["buffer/steps_in_flight"] = buffer.in_flight.steps
-            metrics["run/games_in_flight"] = len(buffer.in_flight)
+            all_games = self._parts.collector.games_in_flight["train"]
+            metrics["run/games_in_flight"] = all_games if policy.name else len(buffer.in_flight)
         if self._parts.plan.num_eval_workers and hasattr(self._parts.collector, "eval_share"):
             metrics["run/eval_share"] = self._parts.collector.eval_share
         return metrics
 
-    def _league_metrics(self) -> dict[str, float]:
-        parts, current = self._parts, self._parts.registry.get(self._parts.registry.current.uid)
+    def _league_metrics(self, policy: TrainedPolicy) -> dict[str, float]:
+        parts, current = self._parts, policy.registry.get(policy.registry.current.uid)
         metrics: dict[str, float] = {
-            "league/active_checkpoints": len(parts.registry.checkpoints()),
-            "league/returned_checkpoints": parts.pool.num_returned,
+            "league/active_checkpoints": len(policy.registry.checkpoints()),
+            "league/returned_checkpoints": policy.pool.num_returned,
             "league/waits_for_adapter_slot": parts.adapter_sync.num_waits,
             "trueskill/current mu": current.rating.mu,
             "trueskill/current sigma": current.rating.sigma,

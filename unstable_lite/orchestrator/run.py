@@ -221,12 +221,12 @@ class Run:
             os.close(lock)
 
     def _summary(self, training: TrainLoop, totals: Totals) -> Summary:
-        parts = training.parts
+        parts, buffers = training.parts, [policy.buffer for policy in training.parts.policies.values()]
         return Summary(
             directory=parts.directory,
             updates=training.progress.updates,
             skipped_updates=training.progress.skipped,
-            dropped_stale_steps=parts.buffer.dropped_stale,
+            dropped_stale_steps=sum(buffer.dropped_stale for buffer in buffers),
             **asdict(totals),
             is_resumed=self._resume is not None,
             training_seconds=training.progress.training_seconds,
@@ -236,8 +236,8 @@ class Run:
             planned_updates=parts.plan.config.run.learning_steps,
             collapsed=tuple(parts.health.collapsed()),
             stopped_by=parts.health.stopped_by,
-            played_steps=sum(counts["played"] for counts in parts.buffer.counts.values()),
-            most_dropped=parts.buffer.counts.most_dropped(),
+            played_steps=sum(counts["played"] for buffer in buffers for counts in buffer.counts.values()),
+            most_dropped=next(filter(None, (buffer.counts.most_dropped() for buffer in buffers)), None),
             ended_early=tuple(parts.tracker.ended_early()),
             results=tuple(parts.results()),
         )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from unstable_lite.orchestrator.checkpoint import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
 from unstable_lite.orchestrator.progress import Progress, timed
 from unstable_lite.orchestrator.wiring import RunParts
-from unstable_lite.types import INITIAL, Batch
+from unstable_lite.types import INITIAL, uid_of
 
 
 class TrainLoop:
@@ -25,7 +23,8 @@ class TrainLoop:
         parts = self.parts
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(supervisor.run()) for supervisor in parts.supervisors]
-            background += map(tasks.create_task, (parts.adapter_sync.run(), parts.pool.run(), parts.health.run()))
+            pools = [policy.pool.run() for policy in parts.policies.values()]
+            background += map(tasks.create_task, (parts.adapter_sync.run(), *pools, parts.health.run()))
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
             await self.evaluations.evaluate_exactly()
@@ -60,13 +59,14 @@ class TrainLoop:
 
     async def _learn_in_turns(self) -> None:
         """Play a round, learn from it, and so on; nothing runs beside it, so a run repeats bit by bit."""
-        parts, config = self.parts, self.parts.plan.config
+        parts, config = self.parts, self.parts.plan.config.run
         with self.progress.training():
             while not self.progress.is_over:
-                await parts.pool.settled()
+                for policy in parts.policies.values():
+                    await policy.pool.settled()
                 await parts.adapter_sync.retired()
-                if not parts.buffer.has_batch(config.learner.batch_size, self.progress.version):
-                    await parts.collector.play_round(config.run.num_collection_workers)
+                if not (policy := self.progress.next_to_learn).has_batch:
+                    await parts.collector.play_round(config.num_collection_workers, *filter(None, [policy.name]))
                 elif await self._update():
                     await self.saver.save_if_due()
                     if self.evaluations.is_due:
@@ -78,29 +78,28 @@ class TrainLoop:
 
         Returns False if there was no update: the batch was skipped, or the run is to stop or to pause.
         """
-        parts, version, metrics = self.parts, self.progress.version + 1, dict[str, float]()
-        batch_size = parts.plan.config.learner.batch_size
-        next_batch: Coroutine[Any, Any, Batch] = parts.buffer.get_batch(batch_size, self.progress.version)
+        parts, policy, metrics = self.parts, self.progress.next_to_learn, dict[str, float]()
+        version = policy.next_version
         with timed(metrics, "learner/wait_for_batch_s"):
-            batch = await unless_set(next_batch, parts.stop, parts.health.asks_for_pause)
+            batch = await unless_set(policy.next_batch(), parts.stop, parts.health.asks_for_pause)
         if batch is None:
             return False
-        parts.pool.evict_if_needed()
+        for each in parts.policies.values():
+            each.pool.evict_if_needed()
         takes_turns = bool(parts.colocation.engines)
         async with parts.colocation.learner():
-            updated = await parts.workers.learner.update(batch, version, parts.store, saves_at_once=takes_turns)
+            updated = await policy.learner.update(batch, version, parts.store, saves_at_once=takes_turns)
         if updated.skipped is not None:
-            self.progress.count_skipped(updated.skipped)
+            self.progress.count_skipped(policy, updated.skipped)
             return False
         with timed(metrics, "learner/publish_s"):
             async with asyncio.TaskGroup() as tasks:
                 if not takes_turns:
-                    tasks.create_task(parts.workers.learner.save_state(version, parts.store))
+                    tasks.create_task(policy.learner.save_state(version, parts.store))
                 metrics |= await parts.adapter_sync.sync(version, updated.digest)
-            self.progress.updates += 1
-            parts.pool.admit(f"ckpt-{self.progress.updates}", version, self.progress.updates)
+            policy.admit(version)
             parts.collector.tell_new_checkpoint()
-        await self.progress.report(batch, updated, metrics)
+        await self.progress.report(policy, batch, updated, metrics)
         return True
 
     async def _start(self) -> None:
@@ -111,9 +110,10 @@ class TrainLoop:
             await parts.adapter_sync.load_frozen(id, name, directory)
         if parts.resume_from is not None:
             canary = await self.saver.resume(parts.resume_from)
-        elif parts.plan.config.lora.initial_lora_path is not None:
-            canary = await sync_unchanged(parts, version=1)
-            parts.pool.admit(INITIAL, version=1, update=0)
+        elif parts.plan.config.policies or parts.plan.config.lora.initial_lora_path is not None:
+            for policy in parts.policies.values():
+                canary = await sync_unchanged(parts, policy, version := policy.next_version)
+                policy.pool.admit(uid_of(policy.name, INITIAL), version, update=0)
         parts.terminal.say(
             f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"

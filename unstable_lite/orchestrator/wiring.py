@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite import plugins
+from unstable_lite.adapters.frozen import IDS_OF_POLICY
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
@@ -25,32 +26,33 @@ from unstable_lite.engines.base import ENGINE_STALL_S
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
-from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_pool import opened_env_pool
-from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import thinking_budget
 from unstable_lite.games.run_prompts import recorded_prompts
-from unstable_lite.games.templates import Template, format_prompt, templates_for
+from unstable_lite.games.templates import Template, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.learner import UPDATE_TIMEOUT_S
+from unstable_lite.learner.client import restore_all
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
-from unstable_lite.orchestrator.canary_checks import CanaryChecks
+from unstable_lite.orchestrator.canary_checks import CanaryChecks, canary_prompts
 from unstable_lite.orchestrator.checkpoint import Checkpoint
-from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool, keep_frozen
+from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION, CheckpointPool, keep_frozen
 from unstable_lite.orchestrator.evaluations import ExactEvaluations
 from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
+from unstable_lite.orchestrator.policies import TrainedPolicy
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
-from unstable_lite.planning.defaults import active_checkpoints, adapters_in_memory
+from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
+from unstable_lite.rollout.back_pressure import Room
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector, LockStep, leased_newest
 from unstable_lite.tracking.records import JsonlSink
@@ -63,8 +65,6 @@ from unstable_lite.transport.processes import WorkerProcess
 
 T = TypeVar("T")
 
-CANARY_PROMPTS = 8
-"""Number of prompts of the canary, at most."""
 STATE = ("state_dict", "load_state_dict")
 INTERFACES: dict[str, tuple[str, ...]] = {
     "scheduler": ("registry", "next_train_group", "next_eval_job", "update", *STATE),
@@ -133,11 +133,12 @@ class RunParts:
         """
         plan, directory, say, alarm = self.plan, self.directory, self.terminal.say, self.alarm
         config, logs = plan.config, directory / "logs"
-        self.scheduler, self.buffer = scheduler or make_scheduler(config), buffer or make_buffer(config)
+        self.scheduler = scheduler or make_scheduler(config)
         self.registry = self.scheduler.registry
         add_other_opponents(config, self.registry)
         self.frozen = await asyncio.to_thread(keep_frozen, plan, self.registry, directory, say)
-        self.buffer.in_flight = in_flight(config, plan.game_lengths, len(self.frozen))
+        self.policies = self._policies(buffer)
+        """Policies that learn, by name, in the order of the config."""
         async with contextlib.AsyncExitStack() as stack:
             self.tracker = self._tracker(make_tracker)
             stack.callback(self.tracker.close)
@@ -165,6 +166,22 @@ class RunParts:
             self._connect(templates, lock_step, seats, make_collector)
             yield
 
+    def _policies(self, buffer: StepBuffer | EpisodeBuffer | None) -> dict[str, TrainedPolicy]:
+        whole, policies, num_frozen = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen)
+        shares, slots = whole.shares, slots_of_policy(whole, num_frozen)
+        for number, (name, config) in enumerate(policy_configs(whole, num_frozen).items()):
+            own = buffer or make_buffer(config, name, shares[name])
+            own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen, slots)
+            registry = self.registry.of(name) if name else self.registry
+            policies[name] = TrainedPolicy(
+                name=name, number=number, config=config, share=shares[name], registry=registry, buffer=own
+            )
+        if len(policies) > 1:
+            room = Room([policy.buffer for policy in policies.values()])
+            for policy in policies.values():
+                policy.buffer.room = room
+        return policies
+
     def _seats(self, templates: Mapping[str, Template], lock_step: LockStep | None) -> PlayerFactory:
         config = self.plan.config
         return PlayerFactory(
@@ -186,16 +203,17 @@ class RunParts:
     ) -> None:
         """Make the parts between games, engines and learner, which are up."""
         config, directory, alarm = self.plan.config, self.directory, self.alarm
-        engines, learner = self.workers.engines, self.workers.learner
+        engines, (learner, *others) = self.workers.engines, self.workers.learners.values()
         prompts, tolerance = canary_prompts(config, templates), config.learner.canary_tolerance
-        canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm)
+        canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm, others)
         self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
-        self.health = TrainingHealth(config, directory, {"": self.buffer}, self.tracker, self.terminal.say, self.stop)
+        buffers = {name: policy.buffer for name, policy in self.policies.items()}
+        self.health = TrainingHealth(config, directory, buffers, self.tracker, self.terminal.say, self.stop)
         self.collector = made_part(
             "collector",
             make_collector,
             scheduler=self.scheduler,
-            buffer=self.buffer,
+            buffer=next(iter(buffers.values())),
             seats=seats,
             table=self.table,
             config=config.run,
@@ -206,12 +224,21 @@ class RunParts:
         )
         self.colocation = self._colocation()
         self.supervisors = tuple(map(self._supervisor, self.workers.processes))
-        self.exact = ExactEvaluations(self, templates, learner, lock_step)
-        size = active_checkpoints(config, len(self.frozen))
-        of_copies = directory / "adapters"
-        self.pool = CheckpointPool(
-            config.league, size, self.registry, self.table, self.store, self.adapter_sync, of_copies, alarm
-        )
+        self.exact = ExactEvaluations(self, templates, lock_step)
+        sizes = pool_sizes(config, len(self.frozen))
+        for policy in self.policies.values():
+            policy.learner = self.workers.learners[policy.name]
+            policy.pool = CheckpointPool(
+                config.league,
+                sizes[policy.name],
+                policy.registry,
+                self.table,
+                self.store,
+                self.adapter_sync,
+                directory / "adapters" / policy.name,
+                alarm,
+                FIRST_RETURNED_VERSION + policy.number * IDS_OF_POLICY,
+            )
 
     def _tracker(self, make: Callable[..., Tracker]) -> Tracker:
         config, directory = self.plan.config, self.directory
@@ -250,7 +277,9 @@ class RunParts:
             config.run,
             config.engine.start_timeout_s,
             ENGINE_STALL_S if engine else UPDATE_TIMEOUT_S,
-            restore=partial((sharing or self.adapter_sync).restore, engine) if engine else self.workers.learner.restore,
+            restore=partial((sharing or self.adapter_sync).restore, engine)
+            if engine
+            else partial(restore_all, [*self.workers.learners.values()]),
             alarm=self.alarm,
             starting=sharing.starting if sharing else contextlib.nullcontext,
             is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),
@@ -264,8 +293,8 @@ def resume_tracker(tracker: Tracker, checkpoint: Checkpoint, directory: Path) ->
         tracker.resume(checkpoint.state["tracker"], evaluations)
 
 
-def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
-    """Return the buffer that a resolved config asks for."""
+def make_buffer(config: Config, policy: str = "", share: float = 1.0) -> StepBuffer | EpisodeBuffer:
+    """Return the buffer that the resolved config of a policy asks for, which makes a share of the updates."""
     final, step, sampling = build_reward_transformations(config.rewards)
     common: dict[str, Any] = {
         "final_reward_transformation": final,
@@ -276,6 +305,8 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
         "batch_delay": config.buffer.batch_delay_buffer,
         "filter_opponent_invalid": config.run.filter_opponent_invalid,
         "reject_zero_signal": config.rewards.reject_zero_signal,
+        "policy": policy,
+        "share": share,
     }
     if config.buffer.kind == "episodes":
         return EpisodeBuffer(config.buffer_size, **common)
@@ -290,32 +321,27 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
 
 def make_scheduler(config: Config) -> GameScheduler:
     """Return the scheduler that a resolved config asks for, with a registry of its own."""
-    model_sampler = build_model_sampler(config, ModelRegistry(), _stream(config, "opponents"))
+    of_policies = policy_configs(config)
+    registry = ModelRegistry(policy=next(iter(of_policies)))
+    model_sampler, *others = (
+        build_model_sampler(of_policy, registry.of(name), _stream(of_policy, "opponents"))
+        for name, of_policy in of_policies.items()
+    )
     run, shares_by = config.run, config.league.shares_by
-    env_sampler = build_env_sampler(config)
-    return GameScheduler(model_sampler, env_sampler, run.seed, run.group_size, shares_by, config.plays_duplicates)
+    return GameScheduler(
+        model_sampler,
+        build_env_sampler(config),
+        run.seed,
+        run.group_size,
+        shares_by,
+        config.plays_duplicates,
+        others,
+    )
 
 
 def _stream(config: Config, purpose: str) -> random.Random:
     """Return a private random stream for one of the orchestrator's own choices."""
     return random.Random(derive_seed(config.run.seed, purpose))
-
-
-def canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:
-    """Return the first prompts of up to CANARY_PROMPTS different games, of all envs in turn.
-
-    An env whose reset is slow, or that needs its own process, gives one prompt.
-    """
-    prompts: dict[str, None] = {}
-    for seed in range(CANARY_PROMPTS):
-        for spec in config.train_envs:
-            if len(prompts) == CANARY_PROMPTS:
-                break
-            if seed and is_isolated(spec):
-                continue
-            _, observation = environment_of(spec, seed).observe()
-            prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None
-    return list(prompts)
 
 
 def check_parts(config: Config, factories: dict[str, Callable[..., Any]], parts: dict[str, Any]) -> None:
@@ -332,6 +358,8 @@ def check_parts(config: Config, factories: dict[str, Callable[..., Any]], parts:
             problems.append(f"{name}: {part.__name__} is a class; give an object of it")
         else:
             problems += plugins.interface_problems(name, part, INTERFACES[name])
+        if config.policies and name in ("scheduler", "buffer"):
+            problems.append(f"{name}: a run with [policies] makes one for each policy itself; leave it out")
     batches = getattr(parts["buffer"], "batches", config.buffer.kind)
     if batches != config.buffer.kind:
         name = type(parts["buffer"]).__name__

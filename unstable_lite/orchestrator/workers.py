@@ -57,7 +57,8 @@ class Workers:
     """Worker processes on one router; `started_workers` and its like start them, and stop them on exit."""
 
     engines: EnginePool
-    learner: LearnerClient
+    learners: dict[str, LearnerClient]
+    """Each policy's learner by the policy's name, in the order of the config; one process has all of them."""
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
     info: dict[str, Any]
@@ -85,6 +86,11 @@ class Workers:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     @property
+    def learner(self) -> LearnerClient:
+        """Learner of the first policy."""
+        return next(iter(self.learners.values()))
+
+    @property
     def prompts(self) -> dict[str, Any]:
         """Facts of the engines' tokenizer about prompts; see `templates_for`."""
         return self.info.get("prompts", {})  # type: ignore[no-any-return]
@@ -110,9 +116,8 @@ class Workers:
 
     async def start_learner(self) -> None:
         """Start the learner's ranks, of which rank 0 answers."""
-        plan = self._plan
-        self.learner = LearnerClient(self.router, plan.config.learner)
-        channel = self.learner.channel
+        plan, channel = self._plan, WorkerChannel(self.router, "learner")
+        self.learners = {name: LearnerClient(channel, name) for name in plan.config.shares}
         ranks = [
             self.make(
                 "unstable_lite.learner.worker",

@@ -6,12 +6,13 @@ those added by hand included; default: those of the config.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
-from unstable_lite.league.opponents import frozen_adapters, met_opponents, strategies, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, met_opponents, policies_met, strategies, uses_checkpoints
 from unstable_lite.learner import LEARNERS, Algorithm
 
 
@@ -38,22 +39,45 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def resolve_defaults(config: Config) -> Config:
-    """Return the config with each setting that it leaves open set to the default of its algorithm and league."""
-    kind = algorithm_of(config).batches if config.buffer.kind == "auto" else config.buffer.kind
-    # A critic or a group is already a baseline; a role average or the batch mean would be a second one.
-    has_baseline = config.group_baseline is not None or kind == "episodes"
-    open_ones = {
-        "final_reward_transformation": () if has_baseline else ("RoleAdvantageByEnvFormatter",),
-        "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
-        "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
-    }
-    rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
-    config = _with_members(config).changed(buffer={"kind": kind}, rewards=rewards)
+    """Return the config with each setting that it leaves open set to the default of its algorithm and league.
+
+    With several policies, settings that depend on a policy's algorithm stay open: see `policy_configs`.
+    """
+    config = _with_members(config)
+    if not config.policies:
+        kind = algorithm_of(config).batches if config.buffer.kind == "auto" else config.buffer.kind
+        # A critic or a group is already a baseline; a role average or the batch mean would be a second one.
+        has_baseline = config.group_baseline is not None or kind == "episodes"
+        open_ones = {
+            "final_reward_transformation": () if has_baseline else ("RoleAdvantageByEnvFormatter",),
+            "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
+            "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
+        }
+        rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
+        config = config.changed(buffer={"kind": kind}, rewards=rewards)
     engine, needed = config.engine, adapter_slots_needed(config)
-    if "max_loras" in engine.model_fields_set or needed <= engine.max_loras:
-        return config
     # Games in flight hold slots too, as many as the updates that happen while they last.
-    return config.changed(engine={"max_loras": needed + config.buffer.max_staleness // 2})
+    held = config.buffer.max_staleness // 2 * len(config.shares)
+    if "max_loras" in engine.model_fields_set or needed + held * bool(config.policies) <= engine.max_loras:
+        return config
+    return config.changed(engine={"max_loras": needed + held})
+
+
+def policy_configs(config: Config, num_frozen: int | None = None) -> dict[str, Config]:
+    """Return the resolved config of each policy by its name, with the number of its active checkpoints if it has older.
+
+    Its `engine.max_loras` is the run's: a policy's own part is `slots_of_policy`.
+    """
+    config = resolve_defaults(config)
+    if not config.policies:
+        return {"": config}
+    sizes = {name: size for name, size in pool_sizes(config, num_frozen).items() if size > 1}
+    return {
+        name: resolve_defaults(config.of_policy(name)).changed(
+            league={"max_active_checkpoints": sizes[name]} if name in sizes else {}
+        )
+        for name in config.policies
+    }
 
 
 def _with_members(config: Config) -> Config:
@@ -72,40 +96,61 @@ def _with_members(config: Config) -> Config:
     return config.changed(league=with_named(config.league), train_envs=trained, eval_envs=evaluated)
 
 
-def active_checkpoints(config: Config, num_frozen: int | None = None) -> int:
-    """Return the number of checkpoints that can be played at once, the current one included."""
-    league = config.league
-    if league.max_active_checkpoints is not None:
-        return league.max_active_checkpoints
-    if not _plays_checkpoints(config):
-        return 1
+def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
+    """Return each policy's number of checkpoints that can be played at once, its current one included."""
+    league, sizes = config.league, dict[str, int | None]()
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
-    if "lagged" in strategies(league):
-        return wanted
-    return max(2, min(wanted, config.engine.max_loras - _slots_besides_active(config, num_frozen, has_pool=True)))
+    drawn = {*chain(*policies_met(config).values())}
+    for name in config.shares:
+        own = config.of_policy(name)
+        if league.max_active_checkpoints is not None:
+            sizes[name] = league.max_active_checkpoints
+        elif not _plays_checkpoints(own) and f"{name}/past" not in drawn:
+            sizes[name] = 1
+        else:
+            sizes[name] = wanted if "lagged" in strategies(own.league) else None  # as many as fit
+    taken = sum((size or 0) + _in_transition(config, size) for size in sizes.values())
+    left = changing_slots(config, num_frozen) - taken
+    fitting = max(2, min(wanted, left // max(1, [*sizes.values()].count(None))))
+    return {name: size or fitting for name, size in sizes.items()}
+
+
+def active_checkpoints(config: Config, num_frozen: int | None = None) -> int:
+    """Return the number of checkpoints that can be played at once, the current one of each policy included."""
+    return sum(pool_sizes(config, num_frozen).values())
 
 
 def adapter_slots_needed(config: Config, num_frozen: int | None = None) -> int:
-    """Return the number of adapter slots for the active checkpoints and for adapters in transition."""
-    active = active_checkpoints(config, num_frozen)
-    return active + _slots_besides_active(config, num_frozen, has_pool=active > 1)
+    """Return the number of adapter slots for active checkpoints, adapters in transition and frozen players.
 
-
-def _slots_besides_active(config: Config, num_frozen: int | None, has_pool: bool) -> int:
-    """Return the number of slots beside those of the active checkpoints.
-
-    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, one
-    for the checkpoint that is evaluated while training continues, and one for each frozen player with an adapter, which
-    stays for the whole run.
+    A frozen player stays in its slot for the whole run.
     """
-    frozen = len(frozen_adapters(config)) if num_frozen is None else num_frozen
-    return 1 + has_pool + bool(config.run.eval_every) + frozen
+    sizes = pool_sizes(config, num_frozen).values()
+    return _frozen(config, num_frozen) + sum(size + _in_transition(config, size) for size in sizes)
+
+
+def _in_transition(config: Config, pool_size: int | None) -> int:
+    """Return the number of slots of a policy beside those of its active checkpoints.
+
+    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, and
+    one for the checkpoint that is evaluated while training continues.
+    """
+    return 1 + (pool_size != 1) + bool(config.run.eval_every)
+
+
+def _frozen(config: Config, num_frozen: int | None) -> int:
+    return len(frozen_adapters(config)) if num_frozen is None else num_frozen
 
 
 def changing_slots(config: Config, num_frozen: int | None = None) -> int:
     """Return the number of slots that frozen players leave for the adapters of the run itself."""
-    return config.engine.max_loras - (len(frozen_adapters(config)) if num_frozen is None else num_frozen)
+    return config.engine.max_loras - _frozen(config, num_frozen)
+
+
+def slots_of_policy(config: Config, num_frozen: int | None = None) -> int:
+    """Return each policy's equal part of these slots."""
+    return changing_slots(config, num_frozen) // len(config.shares)
 
 
 def holds_games(config: Config) -> bool:
@@ -114,20 +159,22 @@ def holds_games(config: Config) -> bool:
     With `adapter_policy` "turn" they are those against checkpoints and evaluation games beside training.
     """
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
-    return config.league.adapter_policy == "game" or is_evaluated or _plays_checkpoints(config)
+    plays_older = any(_plays_checkpoints(config.of_policy(name)) for name in config.shares)
+    plays_older = plays_older or any(name.endswith("/past") for name in chain(*policies_met(config).values()))
+    return config.league.adapter_policy == "game" or is_evaluated or plays_older
 
 
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:
     """Return the shared memory that a run may need, as a multiple of one adapter's size.
 
-    It holds the loaded adapters except frozen players, which are read from the run directory, the next one, and one
-    that is loaded again. The learner adds three versions (this one, the next one, and the one that is being saved),
-    each with two moments, and the same again for a critic.
+    It holds the loaded adapters except frozen players, which are read from the run directory. Each policy adds the next
+    one, one that is loaded again, and in the learner three versions (this one, the next one, and the one that is being
+    saved), each with two moments, and the same again for a critic.
     """
-    return changing_slots(config, num_frozen) + 2 + 3 * 3 * (1 + algorithm_of(config).has_critic)
+    policies = map(config.of_policy, config.shares)
+    return changing_slots(config, num_frozen) + sum(2 + 3 * 3 * (1 + algorithm_of(own).has_critic) for own in policies)
 
 
 def _plays_checkpoints(config: Config) -> bool:
-    """Return whether some training games are against checkpoints."""
-    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
-    return has_opponents and uses_checkpoints(config.league)
+    """Return whether some training games of a policy are against its own checkpoints."""
+    return any(spec.num_drawn for spec in config.train_envs) and uses_checkpoints(config.league)

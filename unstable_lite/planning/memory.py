@@ -9,7 +9,7 @@ so a GPU needs somewhat less. Loads neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unstable_lite.config import Config
@@ -189,6 +189,16 @@ def learner_memory(
     )
 
 
+def memory_of_run(shape: ModelShape, config: Config, is_on_gpu: bool = True, longest: int = 0) -> LearnerMemory:
+    """Return the memory of a rank that holds the adapters of all policies of a config beside one base."""
+    policies = map(config.of_policy, config.shares)
+    parts = [
+        learner_memory(shape, own.learner, own.lora, algorithm_of(own).has_critic, is_on_gpu, longest)
+        for own in policies
+    ]
+    return replace(parts[0], adapter=sum(part.adapter for part in parts))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """Bytes of an engine."""
@@ -244,14 +254,15 @@ def describe(model_name: str, vram_gib: float, config: Config | None = None) -> 
 def _describe_learner(shape: ModelShape, config: Config, usable: int) -> Iterator[tuple[str, str]]:
     """Yield rows of one rank. `usable`: bytes of its GPU."""
     has_critic = algorithm_of(config).has_critic
-    memory = learner_memory(shape, config.learner, config.lora, has_critic)
+    memory = memory_of_run(shape, config)
     yield "learner: frozen base", _gib(memory.base)
     adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
+    if config.policies:
+        adapters = f"adapters of {' and '.join(config.policies)}, of rank {config.lora.lora_rank}"
     yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
     yield f"learner: logits of {LOGITS_CHUNK_TOKENS[True]} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
-        learner = config.learner.changed(activation_checkpointing=is_checkpointed)
-        memory = learner_memory(shape, learner, config.lora, has_critic)
+        memory = memory_of_run(shape, config.changed(learner={"activation_checkpointing": is_checkpointed}))
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
         tokens = memory.longest(usable)
         fits = f"{tokens:,} tokens" if tokens else "does not fit"

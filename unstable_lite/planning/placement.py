@@ -30,8 +30,8 @@ from unstable_lite.engines.vllm_checks import vllm_problems
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.models import model_errors, read_json, resolve_model
 from unstable_lite.models.layers import check_layers
-from unstable_lite.planning.defaults import adapters_in_memory, algorithm_of, resolve_defaults
-from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, learner_memory, shape_of
+from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, resolve_defaults
+from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, memory_of_run, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
@@ -197,9 +197,7 @@ class Placement:
         if shape is None or is_offloaded or config.engine.kind not in ("auto", "vllm", "transformers"):
             return None
         engine = engine_memory(shape, config.engine, config.lora)
-        learner = learner_memory(
-            shape, config.learner, config.lora, algorithm_of(config).has_critic, is_on_gpu=device != "cpu"
-        )
+        learner = memory_of_run(shape, config, is_on_gpu=device != "cpu")
         return (
             (engine.base + engine.adapters + engine.kv_per_token * config.engine.max_model_len)
             * self.engine_devices.count(device),
@@ -220,9 +218,9 @@ class Placement:
         if shape is None or room is None:
             return is_on, "the model's shape or the memory of the learner's device is not known"
         is_off = learner.changed(activation_checkpointing=False)
-        has_critic, is_on_gpu = algorithm_of(self.config).has_critic, "cpu" not in self.learner_devices
+        is_on_gpu = "cpu" not in self.learner_devices
         tokens, longest = self._largest_micro_batch()
-        memory = learner_memory(shape, is_off, self.config.lora, has_critic, is_on_gpu, longest)
+        memory = memory_of_run(shape, self.config.changed(learner=is_off), is_on_gpu, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
             is_off = is_off.changed(max_tokens_per_micro_batch=tokens)
@@ -236,9 +234,10 @@ class Placement:
         """Return the most tokens of a micro-batch, and of a sequence."""
         learner, longest = self.config.learner, self.config.engine.max_model_len
         longest = min(longest, learner.max_train_len or longest)
-        rows = learner.mini_batch_size or sys.maxsize
-        if self.config.buffer.kind == "steps":  # episodes come as a whole, with more steps than `batch_size`
-            rows = min(rows, learner.batch_size)
+        rows, policies = learner.mini_batch_size or sys.maxsize, policy_configs(self.config).values()
+        # Episodes come as a whole, with more steps than `batch_size`.
+        if all(own.buffer.kind == "steps" for own in policies):
+            rows = min(rows, max(own.learner.batch_size for own in policies))
         return max(longest, min(learner.max_tokens_per_micro_batch, rows * longest)), longest
 
     def _learner_room(self) -> float | None:

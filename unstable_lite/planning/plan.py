@@ -17,11 +17,18 @@ from unstable_lite.config.reading import read_config
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import trial
-from unstable_lite.league.opponents import describe_strategy, frozen_adapters, training_opponents
+from unstable_lite.league.opponents import by_policy, describe_strategy, frozen_adapters, training_opponents
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.models.layers import no_forest
 from unstable_lite.planning import staleness
-from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, adapters_in_memory
+from unstable_lite.planning.defaults import (
+    active_checkpoints,
+    adapter_slots_needed,
+    adapters_in_memory,
+    algorithm_of,
+    policy_configs,
+    resolve_defaults,
+)
 from unstable_lite.planning.envs import (
     context_warnings,
     describe_envs,
@@ -30,9 +37,9 @@ from unstable_lite.planning.envs import (
     template_warnings,
     thinking_warnings,
 )
-from unstable_lite.planning.memory import shape_of
+from unstable_lite.planning.memory import learner_memory, shape_of
 from unstable_lite.planning.placement import Placement, engine_of, listed, machine_problems, machine_warnings, place
-from unstable_lite.planning.rules import critic_warnings
+from unstable_lite.planning.rules import critic_warnings, policy_warnings
 from unstable_lite.planning.trust import clear_key_warnings
 from unstable_lite.planning.validation import find_engine_problems, find_problems
 from unstable_lite.transport.cpus import usable_cpus
@@ -64,13 +71,19 @@ class Plan(Placement):
         """Number of evaluation games in flight beside training."""
         return self.config.run.num_eval_workers if self.config.eval_envs else 0
 
-    def opponents(self) -> str:
-        """Return a readable description of the players at the seats that the current policy does not take."""
-        strategy = describe_strategy(self.config.league)
-        if all(spec.num_actors == spec.num_players for spec in self.config.train_envs):
+    def opponents(self, config: Config | None = None) -> str:
+        """Return a readable description of the players at the seats that the current policy does not take.
+
+        config: that of one of several policies.
+        """
+        config = config or self.config
+        strategy = describe_strategy(config.league)
+        if any(spec.seats for spec in config.train_envs) and not any(spec.num_drawn for spec in config.train_envs):
+            return "the policies of `seats`"
+        if all(spec.num_actors == spec.num_players for spec in config.train_envs):
             remark = f" (so opponent_sampling_strategy = {strategy} is not used)" * (strategy != "none")
             return f"none: num_actors = num_players, every seat is the current policy's{remark}"
-        fixed = {env_id: ", ".join(names) or "none" for env_id, names in training_opponents(self.config).items()}
+        fixed = {env_id: ", ".join(names) or "none" for env_id, names in training_opponents(config).items()}
         if len(set(fixed.values())) == 1:
             return f"{strategy}, fixed ones: {next(iter(fixed.values()))}"
         return "; ".join([f"{strategy}", *(f"fixed ones in {env_id}: {names}" for env_id, names in fixed.items())])
@@ -80,7 +93,8 @@ class Plan(Placement):
         config = self.config
         yield from self._describe_workers()
         warnings = (machine_warnings(self), thinking_warnings(config), context_warnings(config))
-        for texts in (*warnings, clear_key_warnings(config), template_warnings(config), critic_warnings(config)):
+        of_policies = (by_policy(config, lambda own: critic_warnings(resolve_defaults(own))), policy_warnings(config))
+        for texts in (*warnings, clear_key_warnings(config), template_warnings(config), *of_policies):
             yield from (("warning", text) for text in texts)
         yield from Placement.describe(self)
         yield from self._describe_models()
@@ -88,12 +102,13 @@ class Plan(Placement):
 
     def _describe_workers(self) -> Iterator[tuple[str, str]]:
         learner = self.config.learner
+        algorithms = " and ".join(dict.fromkeys(own.algorithm for own in policy_configs(self.config).values()))
         for index, devices in enumerate(self.devices_by_engine):
             yield f"engine-{index}", f"{self.config.engine.kind} on {_with_threads(devices, self.engine_threads)}"
         yield "engine choice", self.engine_reason
         for rank, device in enumerate(self.learner_devices):
             where = _with_threads((device,), self.learner_threads)
-            yield (f"learner-{rank}", where) if rank else ("learner", f"{self.config.algorithm} on {where}")
+            yield (f"learner-{rank}", where) if rank else ("learner", f"{algorithms} on {where}")
         if self.learner_devices:
             is_on = "on" if learner.activation_checkpointing else "off"
             yield "checkpointing", f"{is_on}: {self.checkpointing_reason}"
@@ -120,11 +135,12 @@ class Plan(Placement):
         yield "base model", config.model_name + unseen * (not is_here)
         for difference in played_otherwise(config):
             yield "differs", difference
-        yield "opponents", self.opponents()
-        if (active := active_checkpoints(config)) > 1:
+        for name, own in policy_configs(config).items():
+            yield ("policy", self._describe_policy(name, own)) if name else ("opponents", self.opponents(own))
+        if (older := active_checkpoints(config) - len(config.shares)) > 0:
             least, most = league.opponent_lag
             by = f"by {league.active_checkpoints_by}, {least} to {most} updates back"
-            yield "older checkpoints", f"at most {active - 1} as opponents, {by}"
+            yield "older checkpoints", f"at most {older} as opponents, {by}"
         if frozen := frozen_adapters(config):
             yield "frozen players", f"{', '.join(frozen)}: in one adapter slot each for the whole run"
         yield "adapter slots", f"{config.engine.max_loras} per worker; at least {adapter_slots_needed(config)} needed"
@@ -132,6 +148,12 @@ class Plan(Placement):
         if shape is not None and (size := 4 * shape.lora_parameters(config.lora)):
             total = size * adapters_in_memory(config)
             yield "adapters", f"{size / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
+            if config.policies:
+                more = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic).adapter
+                text = (
+                    f"{more / MIB:.1f} MiB more in the learner, with gradient and optimiser; two adapter slots or more"
+                )
+                yield "a further policy", text
         if config.engine.kind == VLLM_SERVER:
             folder = config.engine.adapter_folder
             yield "adapters to the servers", f"through {folder}, the same path for the servers"
@@ -144,6 +166,15 @@ class Plan(Placement):
             one, *others = dict.fromkeys(shares.values())
             yield "engine memory", by_engine if others else f"{one:.0%} of the GPU"
 
+    def _describe_policy(self, name: str, own: Config) -> str:
+        """Return a readable description of one of several policies. `own`: its config."""
+        policy, size = self.config.policies[name], active_checkpoints(own)
+        changed = [f"learner.{key} = {value!r}" for key, value in policy.learner.items()]
+        changed = [own.algorithm] * (own.algorithm != self.config.algorithm) + changed
+        share = f"{name}: {self.config.shares[name]:.0%} of the updates, about {own.run.learning_steps}"
+        pool = [f"{size - 1} older checkpoints"] * (size > 1)
+        return "; ".join([share, f"against {self.opponents(own)}", *pool, *changed])
+
     def _describe_games(self) -> Iterator[tuple[str, str]]:
         config, run = self.config, self.config.run
         yield "training games", ", ".join(spec.env_id for spec in config.train_envs)
@@ -154,20 +185,25 @@ class Plan(Placement):
         if run.schedule == "sync":
             games = f"complete rounds of at most {run.num_collection_workers}, each followed by an update"
         yield "games in flight", games
-        yield "games an update", staleness.describe_games(config, self.game_lengths)
         yield from staleness.describe(config, self.game_lengths)
         yield from describe_envs(config)
         yield from describe_exact(config, is_on_gpu="cpu" not in self.learner_devices)
         if run.group_size > 1:
             yield "groups", f"{run.group_size} games from each start, compared by {config.group_baseline}"
-        whole = ", whole trajectories" * (config.buffer.kind == "episodes")
-        yield "buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}{whole}"
-        shown = []
-        for kind in ("final", "step", "sampling"):
-            entries = getattr(config.rewards, f"{kind}_reward_transformation") or ()
-            names = [entry if isinstance(entry, str) else entry.name for entry in entries]
-            shown.append(f"{kind}: {' + '.join(names) or 'none'}")
-        yield "rewards", "; ".join(shown)
+        for name, own in policy_configs(config).items():
+            for what, text in _describe_batches(own):
+                yield what, f"{name}: {text}" if name else text
+
+
+def _describe_batches(config: Config) -> Iterator[tuple[str, str]]:
+    whole = ", whole trajectories" * (config.buffer.kind == "episodes")
+    yield "buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}{whole}"
+    shown = []
+    for kind in ("final", "step", "sampling"):
+        entries = getattr(config.rewards, f"{kind}_reward_transformation") or ()
+        names = [entry if isinstance(entry, str) else entry.name for entry in entries]
+        shown.append(f"{kind}: {' + '.join(names) or 'none'}")
+    yield "rewards", "; ".join(shown)
 
 
 def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:

@@ -14,8 +14,14 @@ from statistics import fmean
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, LeagueConfig, TrainEnvSpec, parse_player
-from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents
-from unstable_lite.planning.defaults import active_checkpoints, changing_slots, holds_games
+from unstable_lite.league.opponents import draws_fixed, frozen_adapters, strategies, training_opponents
+from unstable_lite.planning.defaults import (
+    active_checkpoints,
+    changing_slots,
+    holds_games,
+    policy_configs,
+    slots_of_policy,
+)
 from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
 from unstable_lite.rollout.rejection import MOST_JUDGED
 
@@ -54,13 +60,16 @@ def steps_per_game(config: Config, lengths: Mapping[str, Sequence[int]]) -> floa
     return max(fmean(_collected_share(env, config.league) * turns[env.env_id] for env in config.train_envs), 1e-9)
 
 
-def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None) -> InFlight:
-    """Return the limit on games in flight for a run's buffer. `lengths`: turns of some games, by env id.
+def in_flight(
+    config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None, slots: int | None = None
+) -> InFlight:
+    """Return the limit on games in flight for a policy's buffer. `lengths`: turns of some games, by env id.
 
-    num_frozen: number of frozen players with an adapter; default: those of the config.
+    num_frozen: number of frozen players with an adapter; default: those of the config. slots: number of adapter slots
+    for the policy, see `slots_of_policy`; default: all that frozen players leave.
     """
     least = config.buffer.batch_delay_buffer * config.learner.batch_size
-    slots, staleness = changing_slots(config, num_frozen), config.buffer.max_staleness
+    slots, staleness = changing_slots(config, num_frozen) if slots is None else slots, config.buffer.max_staleness
     oldest = max_age(staleness, slots) if holds_games(config) else staleness
     if config.run.schedule == "sync":
         least *= SYNC_SPARE if staleness else 1.0
@@ -72,13 +81,13 @@ def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: 
     return InFlight(config.learner.batch_size, least, oldest, steps_per_seat, max_turn_age)
 
 
-def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
-    """Return the predicted pace of a run. `lengths`: turns of some games, for every training env."""
+def predict(config: Config, lengths: Mapping[str, Sequence[int]], slots: int | None = None) -> Pace:
+    """Return the predicted pace of a policy's games. `lengths`: turns of some games, for every training env."""
     run, batch_size = config.run, config.learner.batch_size
     lifetimes = list[tuple[float, float]]()
     for spec in config.train_envs:
         lifetimes += _lifetimes(lengths[spec.env_id], _collected_share(spec, config.league), run.group_size)
-    steps, limit = steps_per_game(config, lengths), in_flight(config, lengths)
+    steps, limit = steps_per_game(config, lengths), in_flight(config, lengths, slots=slots)
     limit.set_spreads(lifetimes)
     games = min(run.num_collection_workers, max(max(limit.limit, limit.least) / steps, run.group_size))
     updates = games * steps / batch_size
@@ -107,7 +116,7 @@ def describe_games(config: Config, lengths: Mapping[str, Sequence[int]]) -> str:
     run, envs, turns = config.run, config.train_envs, mean_turns(config, lengths)
     games = config.learner.batch_size / steps_per_game(config, lengths)
     weights = {name: options["weight"] for name, options in strategies(config.league).items()}
-    fixed = 1 - sum(weights.get(name, 0) for name in ("none", "mirror", "lagged", "uniform")) / sum(weights.values())
+    fixed = sum(weight for name, weight in weights.items() if draws_fixed(name)) / sum(weights.values())
     opponents = training_opponents(config)
     asked: list[tuple[EnvSpec, float, int, Sequence[str]]] = [
         (spec, games / len(envs) * fixed, spec.num_actors, opponents.get(spec.env_id, ())) for spec in envs
@@ -133,70 +142,79 @@ def _number(expected: float) -> str:
 
 
 def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str]]:
-    """Yield readable rows (name, prediction), and a row "warning" for every contradiction."""
-    run = config.run
-    if unknown := [spec.env_id for spec in config.train_envs if not lengths.get(spec.env_id)]:
-        text = f"the run measures the length of games of {', '.join(unknown)}; few are in flight until then"
-        yield "back-pressure", text
-        return
-    pace = predict(config, lengths)
-    share = f"a game brings {pace.steps_per_game:.1f} steps, if moves are random"
-    if run.schedule == "sync":
-        yield "back-pressure", f"rounds of about {pace.games:.0f} games: enough for a batch; {share}"
-        return
-    yield (
-        "back-pressure",
-        f"about {pace.games:.0f} of {run.num_collection_workers} games in flight; {share}; a long one lasts "
-        f"{pace.spread:.1f} times the mean",
-    )
-    yield (
-        "staleness",
-        f"about {pace.mean_age:.1f} updates on average and {pace.most_age:.1f} for the longest games, if the learner "
-        f"waits for games; buffer.max_staleness = {config.buffer.max_staleness}",
-    )
-    slots = config.engine.max_loras
-    yield "adapters loaded", f"about {pace.adapters} at that staleness; engine.max_loras = {slots}"
-    for text in _warnings(config, pace):
+    """Yield readable rows (name, prediction) for each policy of a run, and a row "warning" for every contradiction."""
+    paces = dict[str, Pace]()
+    policies = policy_configs(config)
+    for name, own in policies.items():
+        start = f"{name}: " * bool(name)
+        yield "games an update", start + describe_games(own, lengths)
+        if unknown := [spec.env_id for spec in own.train_envs if not lengths.get(spec.env_id)]:
+            text = f"the run measures the length of games of {', '.join(unknown)}; few are in flight until then"
+            yield "back-pressure", start + text
+            continue
+        pace = predict(own, lengths, slots_of_policy(config))
+        share = f"a game brings {pace.steps_per_game:.1f} steps, if moves are random"
+        if config.run.schedule == "sync":
+            yield "back-pressure", f"{start}rounds of about {pace.games:.0f} games: enough for a batch; {share}"
+            continue
+        paces[name] = pace
+        yield (
+            "back-pressure",
+            f"{start}about {pace.games:.0f} of {config.run.num_collection_workers} games in flight; {share}; a long "
+            f"one lasts {pace.spread:.1f} times the mean",
+        )
+        yield (
+            "staleness",
+            f"{start}about {pace.mean_age:.1f} updates on average and {pace.most_age:.1f} for the longest games, if "
+            f"the learner waits for games; buffer.max_staleness = {config.buffer.max_staleness}",
+        )
+        slots = config.engine.max_loras
+        yield "adapters loaded", f"{start}about {pace.adapters} at that staleness; engine.max_loras = {slots}"
+    for text in _warnings(config, policies, paces):
         yield "warning", text
 
 
-def _warnings(config: Config, pace: Pace) -> Iterable[str]:
-    slots, staleness, batch_size = config.engine.max_loras, config.buffer.max_staleness, config.learner.batch_size
-    if pace.most_age > staleness:
-        yield (
-            f"steps of long games will be {pace.most_age:.1f} updates old, but buffer.max_staleness = {staleness}: "
-            "some will be dropped. Raise buffer.max_staleness or learner.batch_size, or lower "
-            "run.num_collection_workers"
-        )
-    if pace.adapters > slots:
+def _warnings(config: Config, policies: Mapping[str, Config], paces: Mapping[str, Pace]) -> Iterable[str]:
+    slots, staleness, of_run = config.engine.max_loras, config.buffer.max_staleness, len(frozen_adapters(config))
+    for name, pace in paces.items():
+        if pace.most_age > staleness:
+            yield (
+                f"{name}: " * bool(name) + f"steps of long games will be {pace.most_age:.1f} updates old, but "
+                f"buffer.max_staleness = {staleness}: some will be dropped. Raise buffer.max_staleness or "
+                "learner.batch_size, or lower run.num_collection_workers"
+            )
+    adapters = of_run + sum(pace.adapters - len(frozen_adapters(policies[name])) for name, pace in paces.items())
+    if paces and adapters > slots:
         holders = "games in flight and opponents"
         if config.league.adapter_policy == "turn":
             held = "evaluation games and games against checkpoints"
             holders = held if holds_games(config) else "turns in flight"
         yield (
-            f"{holders} will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: updates "
-            f"will wait until they end. Raise engine.max_loras to {pace.adapters}, or lower buffer.max_staleness"
+            f"{holders} will need {adapters} adapter slots, but engine.max_loras = {slots}: updates "
+            f"will wait until they end. Raise engine.max_loras to {adapters}, or lower buffer.max_staleness"
         )
-    is_held_back = pace.games < config.run.num_collection_workers
-    if is_held_back and holds_games(config) and changing_slots(config) - 1 < staleness - 1:
-        yield (
-            f"engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} allows: with "
-            f"engine.max_loras = {staleness + 1 + len(frozen_adapters(config))} more games could be in flight"
-        )
-    of_group = config.run.group_size * pace.steps_per_game
-    if config.run.group_size > 1 and of_group > 2 * batch_size:
-        yield (
-            f"a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps at once, "
-            f"{of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise learner.batch_size"
-        )
+    for name, pace in paces.items():
+        is_held_back = pace.games < config.run.num_collection_workers
+        start, batch_size = f"{name}: " * bool(name), policies[name].learner.batch_size
+        if is_held_back and holds_games(policies[name]) and slots_of_policy(config) < staleness:
+            yield (
+                f"{start}engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} "
+                f"allows: with engine.max_loras = {len(policies) * (staleness + 1) + of_run} more could be in flight"
+            )
+        of_group = config.run.group_size * pace.steps_per_game
+        if config.run.group_size > 1 and of_group > 2 * batch_size:
+            yield (
+                f"{start}a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps "
+                f"at once, {of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise "
+                "learner.batch_size"
+            )
 
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:
     """Return the policy's share of a game's turns."""
     weights: dict[str, float] = {name: options["weight"] for name, options in strategies(league).items()}
     mirrored = weights.get("mirror", 0.0) / sum(weights.values())
-    others = spec.num_players - spec.num_actors
-    return (spec.num_actors + mirrored * others) / spec.num_players
+    return (spec.num_actors + mirrored * spec.num_drawn) / spec.num_players
 
 
 def _lifetimes(lengths: Sequence[int], collected: float, group_size: int) -> list[tuple[float, float]]:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import AppendFile, check_links
 from unstable_lite.games.api_keys import SERVER_KEY, endpoint_url, is_in_clear, is_loopback, key_variable, url_problem
-from unstable_lite.league.opponents import training_opponents
+from unstable_lite.league.opponents import is_policy, training_opponents
 from unstable_lite.models import BUILTIN
 
 CONFIG, SEAL = "config.toml", "config.seal"
@@ -78,7 +79,8 @@ def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (key with its sections, value, remark) for each entry that is not plain data, unknown keys included."""
     for key, value in _entries("", content):
         last, is_text = key.rpartition(".")[2], isinstance(value, str)
-        is_data = _IS_DATA.get(key) or _IS_DATA.get(last)
+        # The keys of a policy are those of the run's sections, or their like.
+        is_data = _IS_DATA.get(re.sub(r"^policies\.\w+\.", "", key)) or _IS_DATA.get(last)
         if is_text and key in _URL_KEYS:
             if variable := _key_sent_to(value):
                 yield key, value, f" ({variable} is sent there)"
@@ -108,6 +110,7 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 _IS_DATA: dict[str, Callable[[str], bool]] = {
     "model_name": BUILTIN.__contains__,
     "learner.kl_reference": lambda value: value.startswith("stage:"),
+    **dict.fromkeys(("opponents", "league.opponent_sampling_strategy"), is_policy),
     **dict.fromkeys(("env_id", "weights"), is_built_in),
     **dict.fromkeys(
         ("fixed_opponent", "fixed_opponents", "sft.players", "sft.imitate"),

@@ -24,7 +24,7 @@ from unstable_lite.games.env_catalogue import probe, trial
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import Template, chats_in_use, known_templates, template_problems
-from unstable_lite.league.opponents import frozen_adapters, training_opponents
+from unstable_lite.league.opponents import by_policy, frozen_adapters, is_policy, training_opponents
 from unstable_lite.learner import CRITIC_HEAD, LEARNERS
 from unstable_lite.models import chat_template, resolve_model
 from unstable_lite.models.files import check_chat_template, file_problems
@@ -52,7 +52,7 @@ def find_problems(config: Config, copies: Path | None = None) -> list[str]:
         *frozen_problems(frozen_adapters(config), config, copies),
         *_directory_problems(config),
         *training_rules(config),
-        *loss_rules(config),
+        *by_policy(config, loss_rules),
     ]
     return problems or [*place(config).problems(), *context_problems(config)]
 
@@ -70,7 +70,9 @@ def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
             problems += adapter_problems(f"lora.{key}", path, config)
     if lora.initial_critic_path and not is_file(lora.initial_critic_path / CRITIC_HEAD):
         problems.append(f"lora.initial_critic_path: no {CRITIC_HEAD} in {lora.initial_critic_path}")
-    problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
+    algorithms = {f"policies.{name}.algorithm": policy.algorithm for name, policy in config.policies.items()}
+    for key, algorithm in [("algorithm", config.algorithm), *algorithms.items()]:
+        problems += _unknown(key, algorithm, LEARNERS, may_be_import=True) if algorithm is not None else []
     wanted = (
         ("learner.kernels = 'liger'", learner.kernels == "liger", "liger", "liger_kernel"),
         ("learner.optimizer = 'adamw8bit'", learner.optimizer == "adamw8bit", "adamw8bit", "bitsandbytes"),
@@ -223,8 +225,10 @@ def _env_problems(config: Config) -> Iterator[str]:
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
-        # Frozen players play in all envs.
-        for name in (name for name in _opponents(config, spec) if not parse_player(name).is_frozen):
+        # Frozen players and policies play in all envs.
+        for name in _opponents(config, spec):
+            if parse_player(name).is_frozen or is_policy(name):
+                continue
             if (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
 

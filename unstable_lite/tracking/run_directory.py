@@ -12,7 +12,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,17 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import slug, with_slugs
+from unstable_lite.config.reading import drop_removed, parse_config
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import keep_records, keep_whole_lines, read_records, replaced
-from unstable_lite.planning.envs import question_files
+from unstable_lite.planning.defaults import policy_configs, resolve_defaults
+from unstable_lite.planning.envs import changed_questions, question_files
 from unstable_lite.planning.trust import CONFIG, seal_config
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.tracking.records import train_files
 from unstable_lite.tracking.tensorboard import tag_of
 from unstable_lite.tracking.versions import versions
-from unstable_lite.types import policy_of
+from unstable_lite.types import policy_of, uid_of
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
@@ -44,6 +46,16 @@ LIVE = "live.json"
 """File in the run directory with the state of a run in progress."""
 LIVE_EVERY_S = 2.0
 """Time between two of these states."""
+LASTING = (
+    "algorithm",
+    "learner.optimizer",
+    "lora.lora_rank",
+    "lora.lora_alpha",
+    "lora.target_modules",
+    "buffer.kind",
+    "rewards.group_baseline",
+)
+"""Config keys that determine the contents of a checkpoint."""
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
 
@@ -111,6 +123,35 @@ def recorded_questions(directory: Path) -> dict[str, str]:
         return dict(json.loads((directory / VERSIONS).read_text(encoding="utf-8"))[QUESTIONS])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # an older run, or a damaged file
         return {}
+
+
+def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
+    """Yield a message for each key in which `config` differs from the run's own and no longer fits its checkpoints.
+
+    Also yield one for each file of questions that changed.
+    """
+    yield from changed_questions(config, recorded_questions(directory))
+    raw = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    drop_removed(raw)
+    own, _ = parse_config(raw)
+    if own is None:
+        return
+    before, now = (policy_configs(resolve_defaults(each)) for each in (own, config))
+    if [*before] != [*now]:
+        yield (
+            f"policies = {', '.join(now) or 'none'}: the run's checkpoints have {', '.join(before) or 'none'}, in this "
+            "order. Leave the policies as they are, or start a new run"
+        )
+        return
+    for policy, name in itertools.product(before, LASTING):
+        section, _, key = name.rpartition(".")
+        tables = (configs[policy].model_dump(mode="json") for configs in (before, now))
+        was, is_now = ((table[section] if section else table)[key] for table in tables)
+        if was != is_now:
+            yield (
+                f"{uid_of(policy, name)} = {json.dumps(is_now)}: the run's checkpoints were made with "
+                f"{json.dumps(was)}. Leave it as it is, or start a new run from the adapter: lora.initial_lora_path"
+            )
 
 
 def runs_in(outputs: Path) -> list[Path]:

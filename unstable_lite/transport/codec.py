@@ -10,7 +10,7 @@ import functools
 import operator
 import reprlib
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgpack
 import msgspec
@@ -18,7 +18,6 @@ import numpy as np
 
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport.messages import MESSAGES, Message
-from unstable_lite.types import number_format
 
 T = TypeVar("T")
 
@@ -34,6 +33,20 @@ class _Messages(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Messages of a frame, as a class: msgspec examines a class once, but any other type at each call (40 µs)."""
 
     messages: list[_ANY_MESSAGE]
+
+
+@functools.cache
+def number_format(array_type: Any) -> np.dtype[Any]:
+    """Return the little-endian number format of an array type such as `TokenIds`. Raises TypeError for another type.
+
+    It reads the type itself, because two names of one type need not be equal: numpy 2.5 has `NDArray` as a `type` alias
+    on Python 3.12, which msgspec resolves. Bytes that are read in a wrong format become other tokens.
+    """
+    arguments = get_args(array_type)
+    if len(arguments) != 2 or not (scalar := get_args(arguments[1])):
+        raise TypeError(f"{array_type} is not a type of arrays")
+    number: np.dtype[Any] = np.dtype(scalar[0])
+    return number.newbyteorder("<")
 
 
 def encode(values: Iterable[Any]) -> bytes:

@@ -37,6 +37,11 @@ class Request(Message, Generic[R]):
     request_id: int
 
 
+class LearnerRequest(Request[R], Generic[R], kw_only=True):
+    policy: str = ""
+    """Name of the policy that it is about; the only one of a run has the name ""."""
+
+
 class Done(Reply):
     """Reply without a result."""
 
@@ -121,7 +126,7 @@ class Updated(Reply):
     """Digest of the adapter that was written; empty if the update was skipped."""
 
 
-class Update(Request[Updated]):
+class Update(LearnerRequest[Updated]):
     """Make one optimiser step on a batch, then write the new adapter to `path`."""
 
     items: tuple[TrainItem, ...]
@@ -136,7 +141,7 @@ class Update(Request[Updated]):
         check_lengths(self.items)
 
 
-class WriteAdapter(Request[AdapterDigest]):
+class WriteAdapter(LearnerRequest[AdapterDigest]):
     """Write the adapter that training starts from to `path`, as `version`."""
 
     version: int
@@ -158,7 +163,7 @@ class AnswersScored(Reply):
     """Log-probabilities of the answers to each question, in nats."""
 
 
-class ScoreAnswers(Request[AnswersScored]):
+class ScoreAnswers(LearnerRequest[AnswersScored]):
     """Compute the log-probabilities of whole answers under the learner's newest adapter, at `engine.temperature`."""
 
     questions: tuple[tuple[str, tuple[str, ...]], ...]
@@ -167,7 +172,7 @@ class ScoreAnswers(Request[AnswersScored]):
     """Strings that end an answer."""
 
 
-class Score(Request[Scored]):
+class Score(LearnerRequest[Scored]):
     """Compute the learner's log-probabilities of the items' completion tokens."""
 
     items: tuple[TrainItem, ...]
@@ -178,13 +183,13 @@ class Score(Request[Scored]):
         check_lengths(self.items)
 
 
-class SaveLearner(Request[Done]):
+class SaveLearner(LearnerRequest[Done]):
     """Save the learner's complete state in the new directory `path`."""
 
     path: str
 
 
-class LoadLearner(Request[Done]):
+class LoadLearner(LearnerRequest[Done]):
     """Resume from a directory that `SaveLearner` wrote, or a copy of it."""
 
     path: str
@@ -282,10 +287,16 @@ class Stop(Notice):
     """Ask a worker to exit."""
 
 
-MESSAGES: tuple[type[Message], ...] = tuple(kind for base in (Request, Reply, Notice) for kind in base.__subclasses__())
+MESSAGES: tuple[type[Message], ...] = tuple(
+    kind
+    for base in (Request, LearnerRequest, Reply, Notice)
+    for kind in base.__subclasses__()
+    if kind is not LearnerRequest
+)
 REPLIES: dict[Callable[..., Message], type[Reply]] = {
     request: get_args(request.__orig_bases__[0])[0]  # type: ignore[attr-defined]
-    for request in Request.__subclasses__()
+    for request in MESSAGES
+    if issubclass(request, Request)
 }
 """Reply type of each request, unless the reply is `Failed`."""
 

@@ -107,7 +107,7 @@ def test_runs_that_start_simultaneously_get_different_directories(
 def test_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from unstable_lite.config.reading import read_config; "
-        "from unstable_lite.orchestrator.checkpoint import lasting_changes; "
+        "from unstable_lite.tracking.run_directory import lasting_changes; "
         "from unstable_lite.tracking.run_directory import create_run_directory, replace_config; "
         "config, _ = read_config(Path(sys.argv[1])); made = create_run_directory(config); "
         "assert read_config(made / 'config.toml')[0] == config; replace_config(made, config, 1); "

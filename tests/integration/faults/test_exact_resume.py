@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,29 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...], is_isolated: boo
     assert re.search(r"\bafter update [24]\b", out)
     assert_equal(broken, whole, {"ckpt-2", "ckpt-4", "ckpt-6"})
     return broken
+
+
+POLICIES = (
+    *KILLED,
+    "league.opponent_lag=[1, 2]",
+    'policies.main.opponents={ mirror = 0.4, lagged = 0.3, "policy:exploiter" = 0.3 }',
+    'policies.exploiter.opponents={ "policy:main" = 0.6, "policy:main/past" = 0.4 }',
+    "policies.exploiter.share=0.4",
+)
+
+
+def test_resumed_sync_run_of_two_policies_equals_a_whole_one(tmp_path: Path) -> None:
+    broken = whole_and_resumed(tmp_path, POLICIES)
+    trained = [line["model"] for line in run_files.evaluations(broken)]
+    assert trained[-2:] == ["main/ckpt-4", "exploiter/ckpt-2"]
+    games = run_files.games(broken)
+    met = {(one["model"].partition("/")[0], other["model"].partition("/")[0]) for one, other in map(seated, games)}
+    assert {("exploiter", "main"), ("main", "main"), ("main", "exploiter")} <= met
+
+
+def seated(game: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the agents, a trained one first."""
+    return sorted(game["agents"], key=lambda agent: not agent["collect_data"])
 
 
 BRANCHES = (

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from fakes import numpy_learner
 from unstable_lite.adapters import peft_files
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
+from unstable_lite.config.training import PolicyConfig
 from unstable_lite.learner import load_learner, worker
-from unstable_lite.learner.client import LearnerClient, train_items
+from unstable_lite.learner.client import LearnerClient, restore_all, train_items
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.transport.messages import LoadLearner, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
@@ -70,11 +72,15 @@ def batch(seed: int, num: int = 12) -> list[Step]:
 
 @dataclass
 class Learning:
-    client: LearnerClient
+    clients: dict[str, LearnerClient]
     process: WorkerProcess
     supervisor: Supervisor
     arena: AdapterStore
     alarms: list[str] = field(default_factory=list)
+
+    @property
+    def client(self) -> LearnerClient:
+        return next(iter(self.clients.values()))
 
     async def update(self, version: int) -> Updated:
         updated = await self.client.update(batch(version), version, self.arena)
@@ -98,11 +104,10 @@ class Learning:
 async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks: int = 1) -> AsyncIterator[Learning]:
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
-    client = LearnerClient(router, config.learner)
-    ranks = []
-    for rank, channel in enumerate(
-        [client.channel, *(WorkerChannel(router, f"learner-{rank}") for rank in range(1, num_ranks))]
-    ):
+    names = ["learner", *(f"learner-{rank}" for rank in range(1, num_ranks))]
+    ranks, channels = [], [WorkerChannel(router, name) for name in names]
+    clients = {name: LearnerClient(channels[0], name) for name in config.shares}
+    for rank, channel in enumerate(channels):
         spec = WorkerSpec(
             name=channel.name,
             endpoint=router.endpoint,
@@ -118,9 +123,9 @@ async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks:
     await process.start()
     await process.ready(120)
     alarms: list[str] = []
-    supervisor = Supervisor(process, config.run, 120, 120, client.restore, alarms.append)
+    supervisor = Supervisor(process, config.run, 120, 120, partial(restore_all, [*clients.values()]), alarms.append)
     arena = AdapterStore("learning", tmp_path, bytes_needed=1 << 60)
-    learning = Learning(client, process, supervisor, arena, alarms)
+    learning = Learning(clients, process, supervisor, arena, alarms)
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(supervisor.run())
         yield learning
@@ -130,13 +135,13 @@ async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks:
     arena.close()
 
 
-def undisturbed(module: str, config: Config, last: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the adapters 1 to `last` of a learner that never dies."""
+def undisturbed(module: str, config: Config, last: int, first: int = 1) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the adapters `first` to `last` of a learner that never dies."""
     torch.set_num_threads(1)
     real = load_learner(config, "cpu") if module == REAL else None
     spec = WorkerSpec(name="learner", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
     torchless = numpy_learner.NumpyLearner(spec)
-    for version in range(1, last + 1):
+    for version in range(first, last + 1):
         items = train_items(batch(version))
         if real is not None:
             assert real.update(items, version).skipped is None
@@ -179,6 +184,53 @@ async def test_every_update_is_made_once_whenever_the_learner_is_killed(
             found = safetensors.numpy.load_file(arena.path(version) / peft_files.WEIGHTS)
             assert all(np.array_equal(tensor, found[name]) for name, tensor in expected.items()), version
         assert reported.digest == peft_files.adapter_digest(arena.path(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "num_ranks"),
+    [
+        (TORCHLESS, 1),
+        pytest.param(REAL, 1, marks=pytest.mark.nightly),
+        pytest.param(REAL, 2, marks=pytest.mark.nightly),
+    ],
+)
+async def test_learner_that_dies_between_updates_of_two_policies_makes_each_once(
+    tmp_path: Path, config: Config, module: str, num_ranks: int
+) -> None:
+    policies = {"main": PolicyConfig(), "exploiter": PolicyConfig(algorithm="grpo", learner={"learning_rate": 2e-2})}
+    both = config.changed(policies=policies)
+    first = {"main": 1, "exploiter": (1 << 24) + 1}
+    made: dict[str, list[Updated]] = {name: [] for name in first}
+    async with started(tmp_path, both, module, num_ranks) as learning:
+        arena = learning.arena
+
+        async def update(name: str, index: int, is_saved: bool = True) -> None:
+            client, version = learning.clients[name], first[name] + index
+            made[name].append(await client.update(batch(version), version, arena))
+            if is_saved:
+                await client.save_state(version, arena)
+
+        for name in first:
+            await learning.clients[name].write_adapter(first[name], arena)
+        await update("main", 1)
+        await update("exploiter", 1, is_saved=False)
+        learning.kill()  # the replacement repeats the exploiter's update alone
+        await update("main", 2)
+        await learning.clients["exploiter"].save_state(first["exploiter"] + 1, arena)
+        learning.kill()
+        await update("exploiter", 2)
+        await update("main", 3)
+        await learning.clients["exploiter"].save(tmp_path / "saved")
+        assert learning.supervisor.restarts == 2
+        assert {path.name for path in arena.directory.glob("learner-*")} == {f"learner-{4}", f"learner-{2**24 + 3}"}
+        for name, updates in made.items():
+            assert [each.metrics["step"] for each in updates] == list(range(1, len(updates) + 1)), name
+            last = first[name] + len(updates)
+            *_, expected = undisturbed(module, both.of_policy(name), last, first[name] + 1)
+            found = safetensors.numpy.load_file(arena.path(last) / peft_files.WEIGHTS)
+            difference = max(float(np.abs(found[key] - tensor).max()) for key, tensor in expected.items())
+            assert difference <= (1e-5 if num_ranks > 1 else 0), name
+        assert peft_files.adapter_digest(tmp_path / "saved") == made["exploiter"][-1].digest
 
 
 async def test_replacement_of_a_learner_that_did_not_save_adopts_what_is_published(

@@ -38,7 +38,7 @@ def test_gradient_of_a_forest_on_a_gpu_is_that_of_rows(make_config):
 
 def test_learner_takes_no_more_than_its_share_of_memory(make_config):
     config, device = make_config(learner={"gpu_memory_utilization": 0.05}), torch.device("cuda:0")
-    worker.make_worker(config, "cuda:0")
+    worker.make_workers(config, "cuda:0")
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(0.06 * torch.cuda.mem_get_info(device)[1]), dtype=torch.uint8, device=device)

@@ -94,6 +94,12 @@ def test_changed_or_foreign_config_is_refused(tmp_path: Path, monkeypatch: pytes
     [
         ("trust_remote_code = true", "trust_remote_code = True"),
         ('algorithm = "evil:Learner"', "algorithm = 'evil:Learner'"),
+        ('[policies.main]\nalgorithm = "evil:Learner"', "policies.main.algorithm = 'evil:Learner'"),
+        ('[policies.main]\nopponents = "evil:Sampler"', "policies.main.opponents = 'evil:Sampler'"),
+        ('[policies.main]\nopponents = { "evil:Sampler" = 1 }', "policies.main.opponents = 'evil:Sampler'"),
+        ('[policies.main]\nlearner = { options = { f = "evil:f" } }', "policies.main.learner.options.f = 'evil:f'"),
+        ('[policies.main]\nlearner = { x = { kl_reference = "stage:1" } }', "learner.x.kl_reference = 'stage:1'"),
+        ('[[train_envs]]\nseats = ["policy:main"]', "train_envs.seats = 'policy:main'"),
         ('[[eval_envs]]\nenv_id = "evil:Nim-v0"', "eval_envs.env_id = 'evil:Nim-v0'"),
         ('[[eval_envs]]\nfixed_opponent = "evil:Player"', "eval_envs.fixed_opponent = 'evil:Player'"),
         ('[rewards]\nstep = [{"evil:transform" = {}}]', "rewards.step = 'evil:transform'"),
@@ -125,6 +131,13 @@ def test_config_without_code_needs_no_trust(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
     text = """[opponents]
 base_url = "BASE"
+[policies.main]
+opponents = { mirror = 1, "policy:exploiter" = 1 }
+learner = { kl_reference = "stage:8" }
+[policies.exploiter]
+opponents = "policy:main/past"
+[policies.third]
+opponents = { "policy:main" = 1 }
 [templates.mine]
 user = "See: {observation}"
 [engine.options]
@@ -135,6 +148,8 @@ fixed_opponent = "vendor/model:free"
 [[eval_envs]]
 env_id = "Nim-v0-train"
 fixed_opponent = "run:other/best"
+[[eval_envs]]
+fixed_opponent = "policy:main"
 [[train_envs]]
 env_id = "Nim-v0-train"
 fixed_opponents = ["adapter:Other", "base"]
@@ -143,6 +158,9 @@ players = ["adapter:other", "vendor/model:free", "scripted:mcts:10"]
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent
+    recorded = write_run(tmp_path / "4", "") / "config.toml"
+    recorded.write_text(recorded.read_text().replace("{ mirror = 0.5", '{ "policy:main" = 0.5'))
+    run_config(recorded.parent)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     run_config(write_run(tmp_path / "3", text.replace("BASE", "http://127.0.0.1:8000/v1")))
 

@@ -177,7 +177,7 @@ def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path, monkeypatc
     run = hand_made(tmp_path, *adapters, overrides=(*runs.SCRIPTED, "league.opponent_sampling_strategy=random"))
     summary = run.start()
     slots = active_checkpoints(run.plan.config, 3)
-    assert run.training.parts.pool._size == slots < active_checkpoints(run.plan.config)
+    assert run.training.parts.policies[""].pool._size == slots < active_checkpoints(run.plan.config)
     games = [game for game in run_files.games(summary.directory) if game["kind"] == "train"]
     models = {agent["model"] for game in games for agent in game["agents"]}
     assert "rival-0" in models and "fixed-scripted:random" not in models

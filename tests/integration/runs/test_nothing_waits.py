@@ -70,7 +70,7 @@ class Training:
         loop = self._run.training
         assert loop is not None
         if not limits_games:
-            loop.parts.buffer.in_flight = None
+            loop.parts.policies[""].buffer.in_flight = None
         return loop
 
     async def end(self) -> Path:

@@ -14,8 +14,8 @@ from unstable_lite.files import read_records
 from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.questions import read_questions
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.orchestrator.checkpoint import lasting_changes
 from unstable_lite.tracking.intervals import points_interval
+from unstable_lite.tracking.run_directory import lasting_changes
 from unstable_lite.types import ModelRef
 
 

@@ -29,6 +29,11 @@ ASKED = ENVS.replace("tiny", "mine")
 BAD_LAGS = ("2", '"1-7"', "[7]", "[1, 2, 3]", '[1, "7"]', "[0.5, 7]", "{least = 1}", "[true, 2]")
 BAD_TAGS = ('["<a>", "<a>"]', '["<a>"]', '["", "</a>"]', '"<a>"', '["<a>", "<stop>"]')
 WARMUP = "learner.learning_rate_warmup"
+POLICIES = 'league.opponent_sampling_strategy = "mirror"; policies.main.share = 0.7; policies.exploiter.share = 0.3; '
+TWO = POLICIES.replace("0.7", "0.5").replace("0.3", "0.5")
+THREE = 'policies.third.algorithm = "a2c"; ' + TWO.replace("0.5", "0.3")
+PLAYS = "policies.exploiter.opponents"
+ROLES = ENVS.replace("num_actors = 2", 'seats = ["main", "exploiter"]')
 
 REFUSED = [
     ("engine.temperature = 0.009", "engine.temperature = 0.009"),
@@ -186,6 +191,70 @@ REFUSED = [
     ("lora.lora_rnak = 8", "'lora.lora_rnak'; did you mean 'lora_rank'?"),
     ("alarms.entropi = { threshold = 1 }", "'alarms.entropi'; did you mean 'entropy'?"),
     ('alarms.staleness.action = "wran"', "alarms.staleness.action = 'wran'"),
+    (POLICIES.replace("0.7", "0.6"), "policies: the shares sum to 0.9; let them sum to 1, or leave one out"),
+    (POLICIES.replace("0.7", "0.8"), "policies: the shares sum to 1.1; let them sum to 1, or leave one out"),
+    (
+        POLICIES + "policies.third = {}",
+        "policies: the shares sum to 1 and leave no update for a policy without a share",
+    ),
+    (POLICIES + "run.learning_steps = 3", "policies.exploiter: its share, 0.3, of run.learning_steps = 3 is less than"),
+    (POLICIES.replace("0.7", "1.0"), "policies.main.share = 1.0"),
+    ("; ".join(f"policies.p{number} = {{}}" for number in range(32)), "there are 32, but at most 31 have ids"),
+    (TWO + 'policies."two words".algorithm = "a2c"', "policies.two words"),
+    (f'{TWO}{PLAYS} = "policy:mian"', f"{PLAYS}: there is no [policies.mian]; did you mean 'main'?"),
+    (f'{TWO}{PLAYS} = {{"policy:mian/past" = 1}}', f"{PLAYS}: there is no [policies.mian]; did you mean 'main'?"),
+    (
+        f'{TWO}{PLAYS} = {{"policy:main" = inf}}',
+        "policies.exploiter: opponent_sampling_strategy: write 'policy:main' wi",
+    ),
+    (f'{TWO}{PLAYS} = {{"policy:main" = {{weight = 1, lag = 2}}}}', "write 'policy:main' with a weight alone"),
+    (f'{TWO}{PLAYS} = "mirorr"', "policies.exploiter: unknown opponent_sampling_strategy 'mirorr'; did"),
+    (
+        'league.opponent_sampling_strategy = "policy:main"',
+        "league.opponent_sampling_strategy: there is no [policies.main]",
+    ),
+    (TWO + EVAL + 'fixed_opponent = "policy:mian"', "eval_envs.0.fixed_opponent: there is no [policies.mian]; did you"),
+    (
+        TWO + EVAL + 'fixed_opponent = "policy:main/past"',
+        "eval_envs.0.fixed_opponent: there is no [policies.main/past]",
+    ),
+    (EVAL + 'fixed_opponent = "policy:main"', "eval_envs.0.fixed_opponent: there is no [policies.main]; known: none"),
+    (
+        TWO + 'league.fixed_opponents = ["policy:main"]',
+        "league.fixed_opponents: 'policy:main' learns, so it is not fixed",
+    ),
+    (f'{TWO}{ONE_SEAT}fixed_opponents = ["policy:main"]', "train_envs.0.fixed_opponents: 'policy:main' learns"),
+    (TWO + ROLES.replace("exploiter", "exploter"), "train_envs.0.seats: there is no [policies.exploter]; did you mean"),
+    (ROLES, "train_envs.0.seats: there is no [policies.main]; known: none"),
+    (TWO + ROLES.replace('", "exploiter', ""), "train_envs.0.seats names 1 policies for num_players = 2; name one for"),
+    (TWO + ROLES + "num_actors = 1", "train_envs.0: num_actors = 1, but `seats` gives every seat to a policy"),
+    (TWO + ROLES + 'fixed_opponents = ["base"]', "train_envs.0: fixed_opponents are never met, because `seats` gives"),
+    (f"{TWO}{DEALS}run.group_size = 4; {ROLES}", "from both seats; leave out train_envs.0.seats, or use 'rloo'"),
+    (THREE + ROLES, "policies.third: it has no game, because every train env has seats with"),
+    (
+        f'policies.main.opponents = "none"; policies.exploiter.opponents = "mirror"; {ONE_SEAT}',
+        "policies.main: train env",
+    ),
+    (
+        f'{TWO}{PLAYS} = "policy:main/past"; league.max_active_checkpoints = 1; {ONE_SEAT}',
+        "allows only the newest adapter of main, but 'policy:main/past' draws older ones",
+    ),
+    (
+        TWO + "engine.max_loras = 3",
+        "engine.max_loras = 3: the league of main, exploiter needs at least 4 adapter slots",
+    ),
+    (
+        TWO + 'policies.main.algorithm = "reinforc"',
+        "policies.main.algorithm = 'reinforc' is not known; did you mean 're",
+    ),
+    (TWO + 'policies.main.algorithm = "grpo"', "policies.main: algorithm = 'grpo' compares the games of a group"),
+    (
+        f'{TWO}policies.main.algorithm = "a2c"; buffer.kind = "steps"',
+        "policies.main: buffer.kind = 'steps': a2c learns",
+    ),
+    (TWO + "policies.main.learner.optimizer = 'adamw8bit'", "optimizer cannot differ among policies; these keys can"),
+    (TWO + "policies.main.learner.learning_rate = -1.0", "policies.main.learner"),
+    (TWO + "policies.main.learner.clip_range_high = 0.3", "policies.main: learner.clip_range_high: reinforce does not"),
     ("buffer.buffer_size = 10", "buffer.buffer_size = 10"),
     (ENVS.replace('"tiny"', '"quen3-zs"'), "did you mean 'qwen3-zs'?"),
     ("batch_size = 4", "did you mean 'learner.batch_size'?"),
@@ -209,6 +278,13 @@ ACCEPTED = [
     "kl_coefficient = 0.1}",
     'algorithm = "grpo"; run.group_size = 4; rewards.group_baseline = "mean"',
     'run.group_size = 4; rewards.group_baseline = "rloo"',
+    TWO,
+    POLICIES + TURN,
+    f'{TWO}policies.main.algorithm = "a2c"; {PLAYS} = {{"policy:main" = 0.5, "policy:main/past" = 0.3, lagged = 0.2}}; '
+    f"{ONE_SEAT}{EVAL}fixed_opponent = 'policy:exploiter'",
+    TWO + "run.schedule = 'sync'; " + ROLES,
+    f'policies.main.opponents = "mirror"; policies.exploiter.opponents = "policy:main"; {ONE_SEAT}',
+    TWO + 'algorithm = "grpo"; run.group_size = 4; ' + ROLES,
     TURN,
     TURN + 'run.schedule = "sync"',
     TURN + CUSTOM,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fakes.game_records import make_generation
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
-from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode
+from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode, number_format
 from unstable_lite.transport.messages import (
     MESSAGES,
     REPLIES,
@@ -30,7 +30,6 @@ from unstable_lite.types import (
     Logprobs,
     TokenIds,
     TrainItem,
-    number_format,
 )
 
 _anything = st.recursive(

@@ -43,8 +43,9 @@ Generates = Callable[..., Awaitable[Generation]]
 """Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`. It also gets
 `sampling` in games whose sampling is not the engines', and two requests with `max_tokens` for a budget of thinking."""
 
-LeasesNewest = Callable[[], AbstractContextManager[int]]
-"""Function that leases the adapter of the current policy for the time of the context, which is its version."""
+LeasesNewest = Callable[..., AbstractContextManager[int]]
+"""Function that leases the newest adapter of the policy, or of the named one, for the time of the context, which is its
+version."""
 
 
 class PolicyPlayer:

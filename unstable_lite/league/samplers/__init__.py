@@ -12,7 +12,14 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import parse_player
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.opponents import add_training_opponents, strategies, training_opponents, uses_fixed
+from unstable_lite.league.opponents import (
+    add_training_opponents,
+    by_policy,
+    is_policy,
+    strategies,
+    training_opponents,
+    uses_fixed,
+)
 from unstable_lite.league.samplers.env_samplers import *  # noqa: F403
 from unstable_lite.league.samplers.env_samplers import ENV_SAMPLERS, BaseEnvSampler, is_weight
 from unstable_lite.league.samplers.model_samplers import *  # noqa: F403
@@ -53,10 +60,12 @@ def build_model_sampler(config: Config, registry: ModelRegistry, rng: random.Ran
             problems.append(f"{OPPONENT}: the weight of {name!r} is {weight!r}; set a finite number above 0")
         try:
             player, given = parse_player(name), dict[str, Any]()
-            if player.kind == "policy":
-                sampler, given = OtherPolicyModelSampler, {"policy": player.rest}
-            elif (sampler := plugins.find(OPPONENT, name, MODEL_SAMPLERS)) is LaggedModelSampler:
+            is_policy = player.kind == "policy"
+            sampler = OtherPolicyModelSampler if is_policy else plugins.find(OPPONENT, name, MODEL_SAMPLERS)
+            if sampler is LaggedModelSampler:
                 given = {"lag_range": league.opponent_lag}
+            elif is_policy:
+                given = {"policy": player.rest}
             samplers.append(_made(OPPONENT, name, partial(sampler, registry, rng, **given), options, BaseModelSampler))
             weights.append(weight)
         except ConfigError as error:
@@ -76,17 +85,24 @@ def _made(key: str, name: str, sampler: Callable[..., T], options: Mapping[str, 
 
 def check_league(config: Config) -> list[str]:
     """Return every problem of opponents and envs that would stop or mislead the run."""
-    problems = [
-        *_opponent_problems(config),
-        *_strategy_problems(config, ENV, _try_env_sampler),
-        *_strategy_problems(config, OPPONENT, _try_model_sampler),
-        *_env_problems(config),
-    ]
+    problems = by_policy(config, _policy_problems) + _strategy_problems(config, ENV, _try_env_sampler)
+    for eval_spec in config.eval_envs:
+        if eval_spec.num_players < 1:
+            problems.append(f"eval env {eval_spec.env_id!r}: num_players = {eval_spec.num_players} must be at least 1")
     return list(dict.fromkeys(problems))
+
+
+def _policy_problems(config: Config) -> Iterator[str]:
+    yield from _opponent_problems(config)
+    yield from _strategy_problems(config, OPPONENT, _try_model_sampler)
+    yield from _env_problems(config)
 
 
 def _opponent_problems(config: Config) -> Iterator[str]:
     league, names = config.league, strategies(config.league)
+    for name, options in names.items():
+        if is_policy(name) and (options.keys() != {"weight"} or not is_weight(options["weight"])):
+            yield f"{OPPONENT}: write {name!r} with a weight alone, a finite number above 0: {{ {name!r} = 0.5 }}"
     if not names:
         yield f"{OPPONENT} is an empty table: give at least one strategy a weight"
     if "none" in names and league.opponent_sampling_strategy != "none":
@@ -125,11 +141,14 @@ def _try_env_sampler(config: Config) -> None:
 
 
 def _try_model_sampler(config: Config) -> None:
-    """Draw once from each custom sampler in each env, as at a run's start."""
+    """Draw once from each custom sampler in each env, as at a run's start. A run's policies are not there yet."""
+    own = {name: options for name, options in strategies(config.league).items() if not is_policy(name)}
+    if len(own) < len(strategies(config.league)):
+        config = config.changed(league={OPPONENT: own or "mirror"})
     sampler = build_model_sampler(config, ModelRegistry(), random.Random(0))
     for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
         for spec in config.train_envs:
-            if type(each) not in MODEL_SAMPLERS.values() and spec.num_actors < spec.num_players:
+            if type(each) not in MODEL_SAMPLERS.values() and spec.num_drawn:
                 plugins.call(OPPONENT, each.kind, partial(each.sample_opponent, spec.env_id), {})
 
 
@@ -137,6 +156,8 @@ def _env_problems(config: Config) -> Iterator[str]:
     strategy = config.league.opponent_sampling_strategy
     for spec in config.train_envs:
         where, has_own_opponents = f"train env {spec.env_id!r}", spec.fixed_opponents is not None
+        if spec.seats:
+            continue
         if not 1 <= spec.num_actors <= spec.num_players:
             yield (f"{where}: num_actors = {spec.num_actors} must be between 1 and num_players = {spec.num_players}")
         elif has_own_opponents and spec.num_actors == spec.num_players:
@@ -154,6 +175,3 @@ def _env_problems(config: Config) -> Iterator[str]:
                 f"{where}: fixed_opponents are never met, because {OPPONENT} = {strategy!r} draws none of them; leave "
                 "them out, or use 'fixed', too"
             )
-    for eval_spec in config.eval_envs:
-        if eval_spec.num_players < 1:
-            yield f"eval env {eval_spec.env_id!r}: num_players = {eval_spec.num_players} must be at least 1"

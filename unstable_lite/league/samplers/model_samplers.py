@@ -12,8 +12,8 @@ import msgspec
 
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
-from unstable_lite.league.ratings import Teams, placed, sides_of
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.ratings import ModelMeta, Teams, placed, sides_of
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef

@@ -1,0 +1,154 @@
+"""Several policies in one learner process: one base, and each policy as it would be alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_learner_memory import starve
+from test_learner_worker import start  # noqa: F401
+
+from fakes.learner_fixtures import update_and_save
+from fakes.unrolled import is_equal, snapshot
+from unstable_lite.adapters import peft_files
+from unstable_lite.config import Config
+from unstable_lite.config.training import PolicyConfig
+from unstable_lite.learner import load_learner, worker
+from unstable_lite.learner.batching import length
+from unstable_lite.transport.messages import LoadLearner, Score, Scored, Update, Updated, WriteAdapter
+
+Workers = dict[str, worker._Worker]
+
+POLICIES = {
+    "main": PolicyConfig(learner={"kl_coefficient": 0.1, "kl_reference": "average", "kl_average_decay": 0.5}),
+    "exploiter": PolicyConfig(
+        algorithm="ppo", learner={"learning_rate": 5e-3, "ppo_epochs": 2, "ppo_minibatches": 2, "kl_coefficient": 0.1}
+    ),
+    "third": PolicyConfig(
+        algorithm="a2c", learner={"entropy_coefficient": 0.01, "kl_coefficient": 0.1, "kl_reference": "average"}
+    ),
+}
+"""Different algorithms; two have a critic, and two a moving reference."""
+NAMES = [*POLICIES]
+
+
+@pytest.fixture
+def config(make_config) -> Config:
+    """Dropout, so that updates draw random numbers too."""
+    config: Config = make_config(lora={"lora_dropout": 0.2})
+    return config.changed(policies=POLICIES)
+
+
+def alone(config: Config, name: str) -> worker._Worker:
+    own = config.of_policy(name)
+    return worker._Worker(load_learner(own, "cpu"), own)
+
+
+def update(one: worker._Worker, items: Sequence[Any], version: int, place: Path, name: str = "") -> Updated:
+    place.mkdir(exist_ok=True)
+    path = str(place / f"{name}-{version}")
+    reply = update_and_save(one, Update(request_id=1, items=tuple(items), version=version, path=path, policy=name))
+    assert isinstance(reply, Updated), reply
+    return reply
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Return the files of a saved state, except the one with the metrics, which have times."""
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != "updated.json"}
+
+
+def test_policies_that_take_turns_learn_as_each_does_alone(config, make_items, tmp_path):
+    """Adapters, critics, moments, random states and files are equal bit for bit."""
+    for name in NAMES:
+        one = alone(config, name)
+        for version in (1, 2, 3):
+            update(one, make_items(6, seed=version, turns=2), version, tmp_path / "alone", name)
+    workers = worker.make_workers(config, "cpu")
+    for version in (1, 2, 3):
+        for name in NAMES[version:] + NAMES[:version]:
+            score = Score(request_id=2, items=tuple(make_items(2)), policy="main")
+            assert isinstance(workers["main"].answer(score), Scored)
+            update(workers[name], make_items(6, seed=version, turns=2), version, tmp_path / "together", name)
+            for other in {*NAMES} - {name}:
+                assert not any(p.requires_grad for p in workers[other].policy.parameters.values())
+                assert all(p.grad is None for p in workers[other].learner.training.parameters.values())
+    for name in NAMES:
+        for version in ("1", "2", "3", "3.state"):
+            expected = files(tmp_path / "alone" / f"{name}-{version}")
+            assert files(tmp_path / "together" / f"{name}-{version}") == expected and expected, (name, version)
+    assert {*files(tmp_path / "together" / "third-3.state")} >= {
+        "average/adapter_config.json",
+        "critic/adapter_config.json",
+    }
+
+
+def test_base_is_in_memory_once(config):
+    workers = worker.make_workers(config, "cpu")
+    policies = [one.policy for one in workers.values()]
+    main = policies[0]
+    assert all(policy._base is main._base and policy.base_bytes == main.base_bytes for policy in policies)
+    assert {policy.num_base_parameters for policy in policies} == {main.num_base_parameters}
+    num_adapters = 1 + 1 + 1 + 1 + 1 + 1 + 1  # three policies, two critics, two references
+    size = sum(parameter.numel() for parameter in main.parameters.values())
+    assert sum(p.numel() for p in main.model.parameters()) == main.num_base_parameters + num_adapters * size
+    assert [policy.adapter_bytes for policy in policies] == [4 * size] * 3
+
+
+def test_fresh_adapters_differ_and_later_policies_elsewhere_have_their_own_base(config):
+    workers = worker.make_workers(config, "cpu")
+    first, second = (workers[name].policy for name in NAMES[:2])
+    assert first.parameters.keys() == second.parameters.keys()
+    assert not is_equal(dict(first.parameters), dict(second.parameters))
+    assert alone(config, "main").policy._base is not first._base
+
+
+def test_states_of_all_policies_resume_bit_for_bit(config, make_items, tmp_path):
+    def step(workers: Workers, version: int) -> None:
+        for name in NAMES:
+            update(workers[name], make_items(6, seed=version, turns=2), version, tmp_path, name)
+
+    first = worker.make_workers(config, "cpu")
+    for version in (1, 2, 3):
+        step(first, version)
+    expected = {name: files(tmp_path / f"{name}-3.state") for name in NAMES}
+    second = worker.make_workers(config, "cpu")
+    for name in reversed(NAMES):
+        second[name].answer(LoadLearner(request_id=3, path=str(tmp_path / f"{name}-2.state"), policy=name))
+    step(second, 3)
+    for name in NAMES:
+        assert is_equal(snapshot(first[name].learner), snapshot(second[name].learner)), name
+        assert files(tmp_path / f"{name}-3.state") == expected[name], name
+        assert second[name].learner.training.step == 3
+
+
+def test_policy_that_runs_out_of_memory_changes_no_other(config, make_items, tmp_path):
+    items = make_items(8, turns=2)
+    longest = max(map(length, items))
+    workers = worker.make_workers(config, "cpu")
+    main, exploiter = workers["main"], workers["exploiter"]
+    update(main, items, 1, tmp_path, "main")
+    before = snapshot(main.learner)
+    is_short = True
+    starve(main.learner, lambda size: is_short and size > 3 * longest)
+    found = update(exploiter, items, 1, tmp_path, "exploiter").metrics
+    is_short = False
+    assert found["oom_retries"] >= 1
+    assert found["max_tokens_per_micro_batch"] < main.policy.max_tokens_per_micro_batch
+    assert is_equal(before, snapshot(main.learner))
+    metrics = update(main, items, 2, tmp_path, "main").metrics
+    expected = alone(config, "main")
+    for version in (1, 2):
+        update(expected, items, version, tmp_path / "alone", "main")
+    assert metrics["oom_retries"] == 0
+    assert is_equal(snapshot(main.learner), snapshot(expected.learner))
+
+
+async def test_process_carries_out_a_request_for_the_policy_that_it_names(start, config, tmp_path):  # noqa: F811
+    process = await start(config)
+    await process.ready(120)
+    for name in reversed(NAMES):
+        path = str(tmp_path / name)
+        written = await process.channel.ask(WriteAdapter, 120, version=7, path=path, policy=name)
+        tensors, stored = alone(config, name).policy.adapter_state()
+        assert written.digest == peft_files.digest_of(stored, peft_files.serialized(tensors)), name
