@@ -228,7 +228,7 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
 def _change(first: CellEvaluation, later: CellEvaluation) -> str:
     if later is first or not (first.n and later.n):
         return ""
-    row = result_rows([replace(first, model=""), replace(later, model="")])[-1]  # a `/` in a name is no policy's
+    row = result_rows([replace(first, model=""), replace(later, model="")])[-1]  # their `/` does not name a policy
     return f"{later.model}: {row.change_text} compared with {first.model} (95 %: {row.change_interval_text})"
 
 

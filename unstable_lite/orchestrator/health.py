@@ -135,7 +135,7 @@ class TrainingHealth:
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_exploitability(self, metrics: Mapping[str, float], policy: str = "") -> None:
-        """Judge a policy's exact evaluations; those before the first update are what later ones are compared with."""
+        """Judge exact evaluations of a policy, also those before its first update, to which others are compared."""
         self._judge(self._exploitability_rises(metrics, policy), policy)
 
     def check_skipped(self, in_a_row: int, reason: str = "", policy: str = "") -> None:

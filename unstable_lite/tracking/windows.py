@@ -95,8 +95,8 @@ class GameWindows:
 def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
     """Yield policy, kind of window, games, and the value of a finished game.
 
-    There are no points against another policy that learns. The end, which is no policy's, has the reason (empty for a
-    stop), and the fewest tokens of an answer that was cut off, if one was.
+    There are no points against another policy that learns. The end, which counts for the run, has the reason (empty for
+    a stop), and the fewest tokens of an answer that was cut off, if one was.
     """
     spec = record.spec
     cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]

@@ -1,4 +1,4 @@
-"""What a person sees of a run with two policies: every metric, result, alarm, spike and saved adapter by policy."""
+"""A run of two policies as a person sees it: every metric, result, alarm, spike and saved adapter by policy."""
 
 import io
 import json
@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fakes.game_records import make_record, make_spec
 from fakes.policy_runs import CONFIG, NIM, PolicyRun, whole_run
+from fakes.shown_runs import quickstart
 from unstable_lite.config import Config
 from unstable_lite.dashboards.league import age
 from unstable_lite.dashboards.report.curves import lines_by_name, meeting_lines, sections
@@ -108,7 +109,7 @@ def test_results_have_a_row_for_each_policy_env_and_opponent(directory):
     assert titles[0] == f"Points of main against scripted:random in {NIM}"
 
 
-def test_an_evaluated_policy_is_told_from_the_policy_that_it_meets(directory):
+def test_an_evaluation_against_a_policy_is_the_evaluated_ones_alone(directory):
     (evaluation,) = (
         line for line in lines(directory, "eval") if line["opponent"] == "policy:main" and line["step"] == 20
     )
@@ -116,6 +117,27 @@ def test_an_evaluated_policy_is_told_from_the_policy_that_it_meets(directory):
     assert f"main/evaluation-{NIM} (policy:main)/n" not in {
         name for line in lines(directory, "metrics") for name in line
     }
+
+
+def test_rows_of_a_policy_stand_together_in_any_order_of_its_evaluations(tmp_path):
+    run = PolicyRun(tmp_path)
+    for policy, opponent in (
+        ("main", "scripted:random"),
+        ("exploiter", "scripted:random"),
+        ("main", "policy:exploiter"),
+    ):
+        run.evaluate(policy, opponent)
+    labels = [row.label for row in read(run.end()).rows]
+    assert labels == ["main: random", "main: policy:exploiter", "exploiter: random"]
+
+
+def test_points_against_a_policy_that_learns_are_not_for_alarms(tmp_path):
+    run = PolicyRun(tmp_path)
+    run.play_beside("main", 2)
+    run.count(run.play(run.current("main"), run.registry.eval_opponent("policy:exploiter")))
+    judged = [games for kind, games in run.tracker.windows.of("main").judged]
+    run.tracker.close()
+    assert judged == [f"evaluation games of {NIM} against scripted:random"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 36), (200, 50)])
@@ -166,8 +188,13 @@ def test_which_policy_beats_which_is_the_sum_over_their_checkpoints(directory):
     assert all(point.low <= point.y <= point.high for point in line["points"])
 
 
-def test_a_run_of_one_policy_has_no_such_line(finished_run):
-    assert [*meeting_lines(read(finished_run))] == []
+def test_a_run_of_one_policy_has_no_such_line(tmp_path):
+    assert [*meeting_lines(read(quickstart(tmp_path)))] == []
+
+
+def test_the_ladder_has_each_policys_current_checkpoint(directory):
+    current = {standing.uid for standing in read(directory).league().ladder if standing.is_current}
+    assert current == {"main/ckpt-15", "exploiter/ckpt-5"}
 
 
 def test_the_report_is_whole(directory):

@@ -102,7 +102,7 @@ def parts_of(view: RunDirectory, console: VisibleConsole) -> Any:
     tracker = SimpleNamespace(evaluations=[], latest=view.latest(), void_games=0, ended_early=list)
     parts = SimpleNamespace(
         terminal=TerminalInterface(console),
-        plan=SimpleNamespace(config=SimpleNamespace(run=run, eval_cells=cells, train_envs=trained)),
+        plan=SimpleNamespace(config=SimpleNamespace(run=run, eval_cells=cells, train_envs=trained, shares={"": 1.0})),
         tracker=tracker,
         health=SimpleNamespace(status=lambda: "  alarms 1, on: collapse" * bool(view.alarms())),
         results=lambda: result_rows(tracker.evaluations, cells),

@@ -68,7 +68,7 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
     return [{"title": title, "charts": shown} for title, shown in titled.items()]
 
 
-def evaluation_charts(runs: Sequence[RunData], policy: str) -> list[dict[str, Any]]:
+def evaluation_charts(runs: Sequence[RunData], policy: str = "") -> list[dict[str, Any]]:
     """Return a chart for each env and opponent, in the order of the config, those of games while training last."""
     charts = []
     for of_runs in side_by_side([[row for row in run.rows if row.policy == policy] for run in runs]):
