@@ -43,9 +43,6 @@ RECORD = "opponent.json"
 """File in a copy that says whose copy it is, and its digest."""
 FIRST_FROZEN_VERSION = 1 << 29
 """First id of frozen adapters in a run. Updates count from 1, and adapters that return from 1 << 30."""
-IDS_OF_POLICY = 1 << 24
-"""Number of adapter ids of one policy. The versions 1, 2, … of policy number k have the ids k * IDS_OF_POLICY + 1, …,
-so that the differences of a policy's ids are numbers of its updates."""
 _AVERAGE = re.compile(r"(.+?)(/linear)?(?:/ckpt-(\d+(?:,\d+)*))?/*")
 NAMED_BY = ("env_id", "num_players", "fixed_opponent", "temperature", "top_p")
 """Keys of an eval env that name its results; other keys may differ between versions."""
@@ -64,11 +61,6 @@ class FrozenAdapter:
     """Base model that it names; "" if it names none."""
     sizes: dict[str, tuple[int, int]] = field(hash=False)
     """Inputs and outputs of each linear layer that it adapts, by the layer's name in the model."""
-
-
-def number_of_policy(id: int) -> int:
-    """Return the number of the policy that made an adapter; 0 for the base, frozen adapters and those that return."""
-    return id // IDS_OF_POLICY if id < FIRST_FROZEN_VERSION else 0
 
 
 def members(name: str) -> dict[str, float]:

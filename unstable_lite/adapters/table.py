@@ -21,7 +21,18 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from unstable_lite.adapters.canary import Evidence
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
 from unstable_lite.types import Logprobs, TokenIds
+
+
+IDS_OF_POLICY = 1 << 24
+"""Number of adapter ids of one policy. The versions 1, 2, … of policy number k have the ids k * IDS_OF_POLICY + 1, …,
+so that the differences of a policy's ids are numbers of its updates."""
+
+
+def number_of_policy(id: int) -> int:
+    """Return the number of the policy that made an adapter; 0 for the base, frozen adapters and those that return."""
+    return id // IDS_OF_POLICY if id < FIRST_FROZEN_VERSION else 0
 
 
 class AdapterState(Enum):

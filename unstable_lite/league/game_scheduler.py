@@ -54,9 +54,8 @@ class GameScheduler:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game. other_samplers: those of the other
-        policies that learn, each with its view of the registry. Raises ConfigError for a sampler that lacks a part of
-        the interface of `BaseModelSampler` or `BaseEnvSampler`.
+        rotates_groups: whether the models of a group change seats from game to game. other_samplers: of the other
+        policies. Raises ConfigError for a sampler that lacks a part of the interface of its base class.
         """
         problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
         problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))

@@ -160,7 +160,7 @@ class ModelRegistry:
     def eval_opponent(self, name: str) -> ModelRef:
         """Return the fixed model of that name: rated in evaluations, never sampled; or a policy's current checkpoint.
 
-        The latter has the name, too, which tells it from the policy that is evaluated.
+        The latter has the name, too, by which it differs from the policy that is evaluated.
         """
         player = parse_player(name)
         if player.kind == "policy":

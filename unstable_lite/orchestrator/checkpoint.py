@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unstable_lite import plugins
-from unstable_lite.adapters.frozen import by_update, number_of_policy, update_of
+from unstable_lite.adapters.frozen import by_update, update_of
+from unstable_lite.adapters.table import number_of_policy
 from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, ProtocolError, UnstableError
@@ -40,7 +41,7 @@ from unstable_lite.transport.messages import check_lengths, check_plain
 from unstable_lite.types import Step, uid_of
 
 if TYPE_CHECKING:
-    from unstable_lite.orchestrator.policies import TrainedPolicy
+    from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 

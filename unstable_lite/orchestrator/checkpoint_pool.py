@@ -1,4 +1,4 @@
-"""The checkpoint pool: a bounded set of checkpoints that may be opponents beside the current policy.
+"""A policy that learns, and its checkpoint pool: a bounded set of checkpoints that may be opponents beside the current policy.
 
 Owns the pool's pins in the adapter table, the copies on disk, and the ids under which adapters return. The samplers
 choose the opponents. A checkpoint leaves for new games at once, and its slot is free when its last game is over; one
@@ -15,21 +15,25 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.frozen import COPIES, keep_copy, members, slug, source_of
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.adapters.table import AdapterTable, Origin
+from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable, Origin
+from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError, RequestError, UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.ratings import ModelMeta
+from unstable_lite.learner.client import LearnerClient
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.planning.defaults import adapter_slots_needed
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.validation import frozen_problems
-from unstable_lite.types import policy_of
+from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
+from unstable_lite.types import Batch, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +272,49 @@ class CheckpointPool:
         for uid in self._left.difference(self._saving, *self._needed):
             self._left.discard(uid)
             await _in_thread(shutil.rmtree, self._place(uid), True)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedPolicy:
+    """A policy that learns in a run, with every part that is its own. Most runs have one, whose name is ""."""
+
+    name: str
+    number: int
+    """Place among the policies of the config, from which the ids of its adapters follow."""
+    config: Config
+    """Config of the run as if it had only this policy."""
+    share: float
+    """Share of the run's updates."""
+    registry: ModelRegistry
+    """View of the registry."""
+    buffer: StepBuffer | EpisodeBuffer
+    learner: LearnerClient = field(init=False)
+    pool: CheckpointPool = field(init=False)
+    updates: int = 0
+    """Number of its updates."""
+
+    @property
+    def version(self) -> int:
+        """Id of its newest adapter; 0 is the base."""
+        return self.registry.current.adapter_version or 0
+
+    @property
+    def next_version(self) -> int:
+        return max(self.version, self.number * IDS_OF_POLICY) + 1
+
+    @property
+    def has_batch(self) -> bool:
+        """Return whether a batch can be drawn now."""
+        return self.buffer.has_batch(self.config.learner.batch_size, self.version)
+
+    async def next_batch(self) -> Batch:
+        """Wait for the next batch; if cancelled, take none."""
+        return await self.buffer.get_batch(self.config.learner.batch_size, self.version)
+
+    def admit(self, version: int) -> None:
+        """Let games use the adapter of an update, which every engine holds."""
+        self.updates += 1
+        self.pool.admit(f"{self.name}/ckpt-{self.updates}".removeprefix("/"), version, self.updates)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:

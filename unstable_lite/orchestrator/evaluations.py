@@ -31,7 +31,7 @@ from unstable_lite.tracking.result_rows import result_rows, row_label
 from unstable_lite.types import GameRecord, ModelRef, policy_of, uid_of
 
 if TYPE_CHECKING:
-    from unstable_lite.orchestrator.policies import TrainedPolicy
+    from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
     from unstable_lite.orchestrator.progress import Progress
     from unstable_lite.orchestrator.wiring import RunParts
 

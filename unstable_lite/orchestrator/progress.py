@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from unstable_lite.dashboards.terminal import key_value_lines
 from unstable_lite.files import replaced
-from unstable_lite.orchestrator.policies import TrainedPolicy
+from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.rollout.buffer import StepBuffer

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite import plugins
-from unstable_lite.adapters.frozen import IDS_OF_POLICY
+from unstable_lite.adapters.table import IDS_OF_POLICY
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
@@ -44,7 +44,7 @@ from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION, C
 from unstable_lite.orchestrator.evaluations import ExactEvaluations
 from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
-from unstable_lite.orchestrator.policies import TrainedPolicy
+from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
 from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
@@ -225,18 +225,21 @@ class RunParts:
         self.colocation = self._colocation()
         self.supervisors = tuple(map(self._supervisor, self.workers.processes))
         self.exact = ExactEvaluations(self, templates, lock_step)
-        sizes = pool_sizes(config, len(self.frozen))
+        self._make_pools()
+
+    def _make_pools(self) -> None:
+        sizes = pool_sizes(self.plan.config, len(self.frozen))
         for policy in self.policies.values():
             policy.learner = self.workers.learners[policy.name]
             policy.pool = CheckpointPool(
-                config.league,
+                self.plan.config.league,
                 sizes[policy.name],
                 policy.registry,
                 self.table,
                 self.store,
                 self.adapter_sync,
-                directory / "adapters" / policy.name,
-                alarm,
+                self.directory / "adapters" / policy.name,
+                self.alarm,
                 FIRST_RETURNED_VERSION + policy.number * IDS_OF_POLICY,
             )
 

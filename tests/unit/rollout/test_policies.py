@@ -11,12 +11,12 @@ import pytest
 from test_collector import any_cell
 
 from fakes.game_records import Records, offer
-from unstable_lite.adapters.frozen import IDS_OF_POLICY, number_of_policy
+from unstable_lite.adapters.table import IDS_OF_POLICY, number_of_policy
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.orchestrator.policies import TrainedPolicy
+from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.wiring import RunParts, make_scheduler
 from unstable_lite.planning.plan import Plan, make_plan
