@@ -24,7 +24,6 @@ from unstable_lite.adapters.canary import Evidence
 from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
 from unstable_lite.types import Logprobs, TokenIds
 
-
 IDS_OF_POLICY = 1 << 24
 """Number of adapter ids of one policy. The versions 1, 2, … of policy number k have the ids k * IDS_OF_POLICY + 1, …,
 so that the differences of a policy's ids are numbers of its updates."""

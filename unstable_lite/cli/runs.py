@@ -21,6 +21,7 @@ EXAMPLES = {
     "kuhn": ("kuhn.toml",),
     "a2c": ("a2c.toml",),
     "league": ("league.toml",),
+    "policies": ("main_and_exploiter.toml",),
     "exploiter": ("exploiter.toml",),
     "exploitability": ("exploitability_of_a_model.toml",),
     "warm-start": ("warm_start.toml",),

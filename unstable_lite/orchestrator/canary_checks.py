@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from unstable_lite.adapters.canary import FEWEST_TOKENS, NOISE_TOKENS, Check, Evidence, Floats, Noise
-from unstable_lite.adapters.table import number_of_policy
-from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Weights
+from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Weights, number_of_policy
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from unstable_lite import plugins
 from unstable_lite.adapters.frozen import by_update, update_of
-from unstable_lite.adapters.table import number_of_policy
 from unstable_lite.adapters.peft_files import sync
+from unstable_lite.adapters.table import number_of_policy
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, ProtocolError, UnstableError
 from unstable_lite.files import check_links, read_records

@@ -1,4 +1,4 @@
-"""A policy that learns, and its checkpoint pool: a bounded set of checkpoints that may be opponents beside the current policy.
+"""A policy that learns, and its pool: a bounded set of checkpoints that may be opponents beside the current one.
 
 Owns the pool's pins in the adapter table, the copies on disk, and the ids under which adapters return. The samplers
 choose the opponents. A checkpoint leaves for new games at once, and its slot is free when its last game is over; one

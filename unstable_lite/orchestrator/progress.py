@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from msgspec.structs import asdict
@@ -198,28 +199,32 @@ class Progress:
     def _beside_training(self) -> list[str]:
         """Return the points of the newest evaluation games beside training, which have no quota."""
         latest, cells, shown = self._parts.tracker.latest, self._parts.plan.config.eval_cells, list[str]()
-        for env_id, opponent in cells[:MOST_SHOWN]:
-            if (name := f"evaluation-{env_id} ({opponent})/Points") in latest:
+        for policy, (env_id, opponent) in list(product(self._parts.plan.config.shares, cells))[:MOST_SHOWN]:
+            if (name := uid_of(policy, f"evaluation-{env_id} ({opponent})/Points")) in latest:
                 n = f"n={latest[name.replace('/Points', '/n')]:.0f}, beside training"
-                shown.append(f"{row_label(env_id, opponent, cells)} {percent(latest[name])} ({n})")
+                shown.append(f"{row_label(env_id, opponent, cells, policy)} {percent(latest[name])} ({n})")
         has_games = self._parts.plan.num_eval_workers and cells
         none = "no evaluation game has ended yet" if has_games else "no evaluation, because run.eval_games is 0"
         return shown or [none]
 
     def _reward(self) -> Iterator[str]:
-        """Yield the mean reward of the newest training games of the first env, if there are any."""
-        reward, *_ = metrics_of_env(self._parts.plan.config.train_envs[0].env_id)
-        if reward.name in (latest := self._parts.tracker.latest):
-            n = latest[reward.name.replace("/reward", "/n")]
-            yield f"training {reward.shown(latest)} (n={n:.0f})"
+        """Yield each policy's mean reward of the newest training games of the first env, if there are any."""
+        first, *_ = metrics_of_env(self._parts.plan.config.train_envs[0].env_id)
+        for policy in self._parts.plan.config.shares:
+            reward = first.of(policy)
+            if reward.name in (latest := self._parts.tracker.latest):
+                n = latest[reward.name.replace("/reward", "/n")]
+                yield named(policy, f"training {reward.shown(latest)} (n={n:.0f})")
 
     def _believable(self, rows: Sequence[ResultRow]) -> str:
         """Return the numbers of games without a proper end, the staleness, and the alarms."""
         tracker = self._parts.tracker
         items = [f"void games {tracker.void_games}", *self._ended_early()]
         items += [f"{row.label}: {remark}" for row in rows for remark in row.newest.remarks]
-        if "learner/staleness_mean" in tracker.latest:
-            items += [METRICS[name].shown(tracker.latest) for name in ("learner/staleness_mean", "learner/entropy")]
+        for policy in self._parts.plan.config.shares:
+            shown = [METRICS[name].of(policy) for name in ("learner/staleness_mean", "learner/entropy")]
+            if shown[0].name in tracker.latest:
+                items.append(named(policy, "  ".join(metric.shown(tracker.latest) for metric in shown)))
         return "  ".join(items) + (self._parts.health.status() or "  no alarm")
 
     def _ended_early(self) -> Iterator[str]:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite import plugins
-from unstable_lite.adapters.table import IDS_OF_POLICY
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.engines.base import ENGINE_STALL_S
@@ -40,11 +39,15 @@ from unstable_lite.learner.client import restore_all
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks, canary_prompts
 from unstable_lite.orchestrator.checkpoint import Checkpoint
-from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION, CheckpointPool, keep_frozen
+from unstable_lite.orchestrator.checkpoint_pool import (
+    FIRST_RETURNED_VERSION,
+    CheckpointPool,
+    TrainedPolicy,
+    keep_frozen,
+)
 from unstable_lite.orchestrator.evaluations import ExactEvaluations
 from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
-from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
 from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
@@ -167,19 +170,16 @@ class RunParts:
             yield
 
     def _policies(self, buffer: StepBuffer | EpisodeBuffer | None) -> dict[str, TrainedPolicy]:
-        whole, policies, num_frozen = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen)
+        whole, policies, num_frozen, room = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen), Room([])
         shares, slots = whole.shares, slots_of_policy(whole, num_frozen)
         for number, (name, config) in enumerate(policy_configs(whole, num_frozen).items()):
             own = buffer or make_buffer(config, name, shares[name])
             own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen, slots)
-            registry = self.registry.of(name) if name else self.registry
-            policies[name] = TrainedPolicy(
-                name=name, number=number, config=config, share=shares[name], registry=registry, buffer=own
-            )
-        if len(policies) > 1:
-            room = Room([policy.buffer for policy in policies.values()])
-            for policy in policies.values():
-                policy.buffer.room = room
+            registry, facts = self.registry, dict[str, Any](name=name, number=number, config=config, share=shares[name])
+            if name:
+                registry, own.room = registry.of(name), room
+                room.buffers.append(own)
+            policies[name] = TrainedPolicy(**facts, registry=registry, buffer=own)
         return policies
 
     def _seats(self, templates: Mapping[str, Template], lock_step: LockStep | None) -> PlayerFactory:
@@ -331,15 +331,8 @@ def make_scheduler(config: Config) -> GameScheduler:
         for name, of_policy in of_policies.items()
     )
     run, shares_by = config.run, config.league.shares_by
-    return GameScheduler(
-        model_sampler,
-        build_env_sampler(config),
-        run.seed,
-        run.group_size,
-        shares_by,
-        config.plays_duplicates,
-        others,
-    )
+    env_sampler, rotates = build_env_sampler(config), config.plays_duplicates
+    return GameScheduler(model_sampler, env_sampler, run.seed, run.group_size, shares_by, rotates, others)
 
 
 def _stream(config: Config, purpose: str) -> random.Random:

@@ -274,7 +274,7 @@ class Bounded(Protocol):
 class Room:
     """Callers that wait until a game may start, because one of several buffers, those of all policies, has room."""
 
-    def __init__(self, buffers: Sequence[Bounded]) -> None:
+    def __init__(self, buffers: list[Bounded]) -> None:
         self.buffers = buffers
         self._waiting: deque[asyncio.Future[None]] = deque()
 

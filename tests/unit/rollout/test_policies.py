@@ -11,8 +11,7 @@ import pytest
 from test_collector import any_cell
 
 from fakes.game_records import Records, offer
-from unstable_lite.adapters.table import IDS_OF_POLICY, number_of_policy
-from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable, number_of_policy
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.games.players.factory import PlayerFactory
