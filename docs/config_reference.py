@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TemplateConfig, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, PolicyConfig, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmConfig
-from unstable_lite.config.training import PolicyConfig, Transformation
+from unstable_lite.config.training import Transformation
 from unstable_lite.tracking.run_directory import to_toml
 
 HEAD = """# Every key of a config

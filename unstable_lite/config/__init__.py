@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, OpponentsConfig, TemplateConfig, TrainEnvSpec
+from unstable_lite.config.games import (
+    EvalEnvSpec,
+    LeagueConfig,
+    OpponentsConfig,
+    PolicyConfig,
+    TemplateConfig,
+    TrainEnvSpec,
+)
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmsConfig, TrackerConfig
 from unstable_lite.config.training import (
@@ -19,7 +26,6 @@ from unstable_lite.config.training import (
     EngineConfig,
     LearnerConfig,
     LoraConfig,
-    PolicyConfig,
     RewardConfig,
     RunConfig,
     SftConfig,
@@ -95,7 +101,7 @@ class Config(Section):
         return {name: share or left / num_open for name, share in given.items()} or {"": 1.0}
 
     def of_policy(self, name: str) -> Config:
-        """Return the config of one policy, as if a run had no other; its seed and number of updates are its own.
+        """Return the config of one policy, as if a run had no other; its seed and a lineage's updates are its own.
 
         So are its envs: training envs that have seats for it or have no `seats`, and evaluations against others. Raises
         KeyError if there is no such policy.
@@ -104,6 +110,8 @@ class Config(Section):
             return self
         policy, opponents = self.policies[name], self.league.opponent_sampling_strategy
         played = (env for env in self.train_envs if not env.seats or name in env.seats)
+        updates = max(1, math.ceil(self.shares[name] * self.run.learning_steps))
+        of_lineage = policy.restart and policy.restart.at_updates
         return self.changed(
             policies={},
             algorithm=policy.algorithm or self.algorithm,
@@ -111,7 +119,7 @@ class Config(Section):
             league={"opponent_sampling_strategy": opponents if policy.opponents is None else policy.opponents},
             run={
                 "seed": derive_seed(self.run.seed, "policy", name),
-                "learning_steps": max(1, math.ceil(self.shares[name] * self.run.learning_steps)),
+                "learning_steps": min(updates, of_lineage or updates),
             },
             train_envs=tuple(env.changed(num_actors=env.seats.count(name)) if env.seats else env for env in played),
             eval_envs=tuple(env for env in self.eval_envs if env.fixed_opponent != f"policy:{name}"),

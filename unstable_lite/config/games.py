@@ -1,4 +1,4 @@
-"""Sections of envs, opponents and prompts, and the names of players."""
+"""Sections of envs, policies, opponents and prompts, and the names of players."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 from unstable_lite.config.env_ids import canonical_env_id, is_judged
 from unstable_lite.config.reference import from_reference
 from unstable_lite.config.section import Section
+from unstable_lite.config.training import LearnerConfig
 from unstable_lite.types import BASE, Observation, Sampling
 
 LEAST_TEMPERATURE = 0.01
@@ -195,6 +196,11 @@ class EvalEnvSpec(EnvSpec):
         return self.changed(**{key: getattr(train, key) for key in left_open})
 
 
+def evaluated_against(train: TrainEnvSpec, opponent: str) -> EvalEnvSpec:
+    """Return the eval env in which the games of a training env are played against an opponent."""
+    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents", "seats"}))
+
+
 def opponent_shown(name: str, sampling: Sampling | None) -> str:
     """Return the opponent's name in results, with the sampling if an env has its own."""
     return name if sampling is None else f"{name}, {sampling}"
@@ -245,6 +251,63 @@ class LeagueConfig(Section):
     def opponents_in(self, env: TrainEnvSpec) -> tuple[str, ...]:
         """Return the fixed opponents that the strategy may draw in a training env."""
         return self.fixed_opponents if env.fixed_opponents is None else env.fixed_opponents
+
+
+OF_POLICY = (
+    *("batch_size", "learning_rate", "learning_rate_schedule", "learning_rate_warmup", "weight_decay"),
+    *("gradient_clipping", "importance_weight_cap", "importance_weight_mode", "importance_weight_level"),
+    *("kl_coefficient", "kl_reference", "kl_average_decay", "entropy_coefficient", "entropy_target"),
+    *("coefficient_schedule", "critic_learning_rate", "critic_warmup_updates", "gamma", "gae_lambda", "normalize_adv"),
+    *("ppo_epochs", "ppo_minibatches", "clip_range", "clip_range_high", "options"),
+)
+"""Keys of section `learner` that a policy may set: those of its loss and its optimiser."""
+
+
+def _of_policy(table: Any) -> Any:
+    """Return the table with the values that section `learner` makes of them. Raises ValueError for any other key."""
+    if not isinstance(table, dict):
+        raise ValueError("write a table: { learning_rate = 2e-3 }")
+    if others := sorted(table.keys() - set(OF_POLICY)):
+        raise ValueError(f"{', '.join(others)} cannot differ among policies; these keys can: {', '.join(OF_POLICY)}")
+    section = LearnerConfig.model_validate(table)
+    return {key: getattr(section, key) for key in table}
+
+
+class RestartConfig(Section):
+    """Rule by which a policy begins again, as a new lineage."""
+
+    start: str = Field("base", alias="from")
+    """Adapter of a new lineage: `base`, a fresh one; `initial`, that of `lora.initial_lora_path`; or the newest adapter
+    of another policy, by its name."""
+    at_points: float | None = Field(None, gt=0, lt=1)
+    """Points in its newest `games` against the policies in its `opponents` after which the lineage ends, if the lower
+    end of their 95 % interval is above. Default: points do not end it."""
+    games: int = Field(200, ge=20)
+    """Number of these games, without void ones."""
+    at_updates: int | None = Field(None, ge=1)
+    """Number of updates of a lineage after which it ends in any case. Default: no number."""
+    keeps: bool = True
+    """Whether the last checkpoint of a lineage stays a player, which `population` draws."""
+
+
+class PolicyConfig(Section):
+    """`[policies.NAME]`: one of several policies that learn together on one base and play each other.
+
+    Without such a section a run has one policy.
+    """
+
+    opponents: str | dict[str, Any] | None = None
+    """`league.opponent_sampling_strategy` of this policy, which may also name `policy:NAME`, the newest adapter of
+    another one, `policy:NAME/past`, one of its active checkpoints, and `population`, the last checkpoints of lineages
+    that were kept. Default: that of section `league`."""
+    share: float | None = Field(None, gt=0, lt=1)
+    """Share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
+    algorithm: str | None = None
+    """Algorithm of this policy. Default: the run's."""
+    restart: RestartConfig | None = None
+    """When it begins again. Default: never."""
+    learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
+    """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 
 
 class OpponentsConfig(Section):

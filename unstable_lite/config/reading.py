@@ -197,4 +197,4 @@ def _known_keys(location: list[Any]) -> list[str]:
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
                 model = kind
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

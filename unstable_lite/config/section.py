@@ -28,6 +28,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
+        serialize_by_alias=True,
         ser_json_inf_nan="constants",  # an option of a custom class may be inf, and workers get JSON
     )
 

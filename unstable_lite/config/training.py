@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from unstable_lite.config.section import LastingPath, Section, UserPath
 
@@ -243,43 +243,6 @@ class LearnerConfig(Section):
         """Number of updates for which `kl_reference` keeps a copy of the adapter; None: it is not a stage."""
         _, _, updates = self.kl_reference.partition(":")
         return int(updates) if updates else None
-
-
-OF_POLICY = (
-    *("batch_size", "learning_rate", "learning_rate_schedule", "learning_rate_warmup", "weight_decay"),
-    *("gradient_clipping", "importance_weight_cap", "importance_weight_mode", "importance_weight_level"),
-    *("kl_coefficient", "kl_reference", "kl_average_decay", "entropy_coefficient", "entropy_target"),
-    *("coefficient_schedule", "critic_learning_rate", "critic_warmup_updates", "gamma", "gae_lambda", "normalize_adv"),
-    *("ppo_epochs", "ppo_minibatches", "clip_range", "clip_range_high", "options"),
-)
-"""Keys of section `learner` that a policy may set: those of its loss and its optimiser."""
-
-
-def _of_policy(table: Any) -> Any:
-    """Return the table with the values that section `learner` makes of them. Raises ValueError for any other key."""
-    if not isinstance(table, dict):
-        raise ValueError("write a table: { learning_rate = 2e-3 }")
-    if others := sorted(table.keys() - set(OF_POLICY)):
-        raise ValueError(f"{', '.join(others)} cannot differ among policies; these keys can: {', '.join(OF_POLICY)}")
-    section = LearnerConfig.model_validate(table)
-    return {key: getattr(section, key) for key in table}
-
-
-class PolicyConfig(Section):
-    """`[policies.NAME]`: one of several policies that learn together on one base and play each other.
-
-    Without such a section a run has one policy.
-    """
-
-    opponents: str | dict[str, Any] | None = None
-    """`league.opponent_sampling_strategy` of this policy, which may also name `policy:NAME`, the newest adapter of
-    another one, and `policy:NAME/past`, one of its active checkpoints. Default: that of section `league`."""
-    share: float | None = Field(None, gt=0, lt=1)
-    """Share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
-    algorithm: str | None = None
-    """Algorithm of this policy. Default: the run's."""
-    learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
-    """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 
 
 class LoraConfig(Section):

@@ -17,7 +17,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, content_file, is_built_in, is_judged
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature, evaluated_against
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel, check_base, find_run, find_sides, opponent
@@ -309,8 +309,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
 
 
 def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
-    opponent = next(iter(league.opponents_in(train)), "scripted:random")
-    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents", "seats"}))
+    return evaluated_against(train, next(iter(league.opponents_in(train)), "scripted:random"))
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:

@@ -77,6 +77,9 @@ class GameScheduler:
         """Number of games, at most `GAMES`, and running mean of the steps that they brought, by kind of game."""
         self._games: Counter[str] = Counter()
         """Number of games handed out, by kind."""
+        self._met: Counter[tuple[str, str]] = Counter()
+        """Number of seats of other policies that each policy met in games that it learns from, and at (policy, policy)
+        the number of all seats that it met; only if several policies learn."""
         self._in_flight: set[int] = set()
         """Numbers of the games that are not over."""
         self._eval_games_of: Counter[str] = Counter()
@@ -99,7 +102,8 @@ class GameScheduler:
         An opponent that cannot play now is drawn again. Raises OpponentError if no opponent that can is found.
 
         wanting: policies that take more steps, in the order of their need; None: all. The game is played for the first
-        of them that may play in its env, and is trained on by those at its seats.
+        of them, and others at its seats learn from it, too, up to its player's share of their own opponents. In an env
+        with `seats` all of them at the seats do.
         """
         can_play = cache(can_play)  # one answer for all seats of a game, because only one game may try a paused model
         wanting = list(self._samplers) if wanting is None else wanting
@@ -107,14 +111,24 @@ class GameScheduler:
             env, models = self._draw(can_play, wanting)
             # If a sampled opponent is a current policy itself, its turns are trained on too.
             trained = [pid for pid, model in enumerate(models) if model.policy in wanting and self._is_current(model)]
+            if env.seats is None:
+                own = wanting[0]
+                trained = [pid for pid in trained if models[pid].policy == own or self._lacks(models[pid].policy, own)]
             opponents = [model for pid, model in enumerate(models) if pid not in trained]
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
+        for policy in dict.fromkeys(models[pid].policy for pid in trained) if len(self._samplers) > 1 else ():
+            self._met += Counter((policy, model.policy) for model in models if model.policy != policy)
+            self._met[policy, policy] += len(models) - 1
         seed = game_seed(self._run_seed, "train", self._games["train"])
         return new_game(env, models, self._next_idx("train"), "train", seed, trained)
 
     def _is_current(self, model: ModelRef) -> bool:
         return model == self._samplers[model.policy].registry.current
+
+    def _lacks(self, policy: str, other: str) -> bool:
+        """Return whether a policy met another one less often than by its share among the policy's opponents."""
+        return self._met[policy, other] < self._samplers[policy].share_of(other) * (self._met[policy, policy] + 1)
 
     def _draw(
         self, can_play: Callable[[ModelRef], bool], wanting: Sequence[str]
@@ -127,11 +141,17 @@ class GameScheduler:
             env = self._env_sampler.sample("train")
         if env.seats is not None:
             return env, [self._samplers[name].registry.current for name in env.seats]
-        sampler, pids = self._samplers[wanting[0]], list(range(env.num_players))
+        policy, pids = wanting[0], list(range(env.num_players))
+        sampler = self._samplers[policy]
         self._rng.shuffle(pids)
         models = [sampler.registry.current] * env.num_players
+
+        def is_wanted(model: ModelRef) -> bool:
+            is_other = model.policy not in ("", policy) and self._is_current(model)
+            return can_play(model) and (not is_other or self._lacks(policy, model.policy))
+
         for pid in pids[env.num_actors :]:
-            models[pid] = _sample_opponent(sampler, env.env_id, can_play)
+            models[pid] = _sample_opponent(sampler, env.env_id, is_wanted)
         return env, models
 
     def _is_kept(self, kind: str) -> bool:
@@ -244,6 +264,7 @@ class GameScheduler:
             "rng": state_of(self._rng),
             "shares_rng": state_of(self._shares_rng),
             "steps_of": {kind: list(steps) for kind, steps in self._steps_of.items()},
+            **({"met": [[*pair, n] for pair, n in self._met.items()]} if self._met else {}),
             **{
                 name: {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
                 for name, sampler in self._named_samplers.items()
@@ -261,6 +282,7 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
+        self._met = Counter({(policy, other): n for policy, other, n in state.get("met", ())})
         left_out = []
         for name, sampler in self._named_samplers.items():
             saved = state[name]

@@ -34,7 +34,7 @@ V = TypeVar("V")
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
 """Fields of a fixed model that a state does not determine."""
-_CHECKPOINT = re.compile(rf"{BASE}|(\w+/)?({INITIAL}|ckpt-\d+)")
+_CHECKPOINT = re.compile(rf"{BASE}|(\w+/)?({INITIAL}(-\d+)?|ckpt-\d+)")
 PRIOR_GAMES = 10
 """Number of imagined games added to the measured ones in an env's probability of a draw."""
 
@@ -74,6 +74,8 @@ class ModelRegistry:
         """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
         self.match_results: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Wins, draws and losses of the first of two different models against the second, by sorted uids."""
+        self.population: dict[str, None] = {}
+        """Uids of the last checkpoints of lineages that were kept, which are players for the rest of the run."""
         self._frozen: list[str] = []
         """Names of the frozen players with an adapter, in the order of their ids."""
         self.add_policy(BASE, adapter_version=0, iteration=0)
@@ -163,9 +165,10 @@ class ModelRegistry:
         The latter has the name, too, by which it differs from the policy that is evaluated.
         """
         player = parse_player(name)
-        if player.kind == "policy":
-            return replace(self.of(player.rest).current, name=name)
-        return self.add_fixed(name, active=False)
+        if player.kind != "policy":
+            return self.add_fixed(name, active=False)
+        model = self.of(player.rest).current if player.rest not in self._models else self.get(player.rest).ref
+        return replace(model, name=name)
 
     def frozen_adapters(self) -> list[ModelMeta]:
         """Return the frozen players of this run that have an adapter, in the order of their registration."""
@@ -254,6 +257,7 @@ class ModelRegistry:
         """
         models, numbers = self._models.values(), {uid: number for number, uid in enumerate(self._models)}
         return {
+            **({"population": [*self.population]} if self.population else {}),
             "current": self.get_current_ckpt(),
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
             "ratings": {env_id: [list(meta.ratings[env_id]) for meta in models] for env_id in self._envs},
@@ -275,6 +279,7 @@ class ModelRegistry:
         currents = {meta.policy: meta.uid for meta in saved if meta.kind == "checkpoint" and meta.policy}
         # In place, because the views of other policies share all of these.
         _replace(self._models, models | {uid: meta for uid, meta in configured.items() if uid not in models})
+        _replace(self.population, dict.fromkeys(uid for uid in state.get("population", ()) if uid in models))
         _replace(self._current_uids, currents | {self.policy: models[state["current"]].uid})
         self._list_active()
         _replace(self._envs, dict.fromkeys([*state["ratings"], *self._anchors]))

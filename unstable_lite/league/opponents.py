@@ -58,6 +58,11 @@ def policies_met(config: Config) -> dict[str, list[str]]:
     return met
 
 
+def draws_population(config: Config) -> bool:
+    """Return whether the strategy of some policy draws players that were kept."""
+    return any("population" in strategies(config.of_policy(name).league) for name in config.shares)
+
+
 def by_policy(config: Config, find: Callable[[Config], Iterable[str]]) -> list[str]:
     """Return the problems that `find` returns for the config of each policy, with the names of the policies.
 

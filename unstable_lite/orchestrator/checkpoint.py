@@ -225,8 +225,8 @@ class CheckpointSaver:
         """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
         progress, state, policies = self._progress, checkpoint.state, self._parts.policies
         with checkpoint.understood():
-            for name, updates in state.get("updates_of", {"": state["updates"]}).items():
-                policies[name].updates = updates
+            for name, saved in state.get("policies", {"": {"updates": state["updates"]}}).items():
+                policies[name].restore(saved)
             progress.skipped = state["skipped_updates"]
             left_out = {name: part.load_state_dict(state[name]) for name, part in self._stateful().items()}
         for text in left_out["scheduler"]:
@@ -272,7 +272,7 @@ class CheckpointSaver:
         state = {
             "updates": progress.updates,
             "version": next(iter(policies.values())).version,
-            **({"updates_of": {name: each.updates for name, each in policies.items()}} if "" not in policies else {}),
+            **({} if "" in policies else {"policies": {name: each.state() for name, each in policies.items()}}),
             "skipped_updates": progress.skipped,
             "evaluated": self._evaluations.done(),
             **{name: lasting_state(name, part) for name, part in stateful.items()},
@@ -347,7 +347,7 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         scheduler = checkpoint.state["scheduler"]
         num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
         unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
-        unfinished |= {uid_of(name, f"ckpt-{n}") for name, n in checkpoint.state.get("updates_of", {}).items()}
+        unfinished |= {policy["current"] for policy in checkpoint.state.get("policies", {}).values()}
         evaluated = {tuple(cell) for cell in checkpoint.state["evaluated"]}
     if _has_ended(directory, config, updates):
         raise UnstableError(f"{directory} already made its {updates} updates. To train further: run.learning_steps=N")

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,15 @@ class CheckpointPool:
         self._admitted: asyncio.Queue[None] = asyncio.Queue()
         """An entry for each new policy whose work is not done."""
 
-    def admit(self, uid: str, version: int, update: int) -> None:
-        """Make a checked version the current policy, and let the surplus checkpoint leave."""
+    def admit(self, uid: str, version: int, update: int, inherit: bool = True) -> None:
+        """Make a checked version the current policy, and let the surplus checkpoint leave.
+
+        inherit: whether its rating begins with that of the one before.
+        """
         self._table.pin(version)
         self._table.offer(version)
-        self._registry.add_policy(uid, adapter_version=version, iteration=update)
-        self._store_later(uid, version, update)
+        self._registry.add_policy(uid, adapter_version=version, iteration=update, inherit=inherit)
+        self._store_later(uid, version)
         self._trim()
         self._admitted.put_nowait(None)
 
@@ -110,7 +113,7 @@ class CheckpointPool:
             await self._rotate()
             most = self._config.opponent_lag[1]
             for uid, origin in self._stored().items():  # give up copies that are too old to return
-                if self._registry.lag(uid) > most and not self._is_kept(self._registry.get(uid).iteration or 0):
+                if self._registry.lag(uid) > most and not self._is_kept(uid):
                     self._table.discard(origin)
                     self._left.add(uid)
             await self._remove_unneeded()
@@ -139,7 +142,7 @@ class CheckpointPool:
             self._table.pin(current.adapter_version)
             self._table.offer(current.adapter_version)
             if current.uid not in stored:
-                self._store_later(current.uid, current.adapter_version, self._registry.get(current.uid).iteration or 0)
+                self._store_later(current.uid, current.adapter_version)
         for meta in self._others():
             self._registry.set_active(meta.uid, False)
             if not self._can_play(meta):
@@ -174,17 +177,20 @@ class CheckpointPool:
         current = self._registry.get_current_ckpt()
         return [meta for meta in self._registry.checkpoints() if meta.uid != current]
 
-    def _is_kept(self, update: int) -> bool:
-        every = self._config.keep_every
-        return update in self._config.keep_checkpoints or (every is not None and update % every == 0)
+    def _is_kept(self, uid: str) -> bool:
+        update, every = self._registry.get(uid).iteration or 0, self._config.keep_every
+        is_of_config = update in self._config.keep_checkpoints or (every is not None and update % every == 0)
+        return is_of_config or uid in self._registry.population
 
     def _is_candidate(self, meta: ModelMeta) -> bool:
+        if meta.uid in self._registry.population:
+            return True
         least, most = self._config.opponent_lag
         lag = self._registry.lag(meta.uid)
-        return lag >= max(least, 1) and (lag <= most or self._is_kept(meta.iteration or 0))
+        return lag >= max(least, 1) and (lag <= most or self._is_kept(meta.uid))
 
     def _ranked(self, metas: list[ModelMeta]) -> list[ModelMeta]:
-        """Return the most wanted first; among equals the newest."""
+        """Return the most wanted first, those of the population before all others; among equals the newest."""
         registry, current = self._registry, self._registry.get_current_ckpt()
         mu = registry.get(current).rating.mu
         metas = sorted(metas, key=lambda meta: -(meta.iteration or 0))
@@ -193,7 +199,7 @@ class CheckpointPool:
                 metas.sort(key=lambda meta: -registry.match_quality(current, meta.uid))
             case "nearest-rating":
                 metas.sort(key=lambda meta: abs(meta.rating.mu - mu))
-        return metas
+        return sorted(metas, key=lambda meta: meta.uid not in registry.population)
 
     def _trim(self) -> None:
         """Let surplus checkpoints leave. If none is a candidate yet, the oldest stays, because it is not the policy."""
@@ -249,8 +255,8 @@ class CheckpointPool:
         log.info("%s is back as an opponent, as adapter %d", uid, id)
         return True
 
-    def _store_later(self, uid: str, version: int, update: int) -> None:
-        if self._size > 1 or self._is_kept(update):
+    def _store_later(self, uid: str, version: int) -> None:
+        if self._size > 1 or self._is_kept(uid):
             self._table.pin(version)
             self._to_store.append((uid, version))
 
@@ -291,7 +297,13 @@ class TrainedPolicy:
     learner: LearnerClient = field(init=False)
     pool: CheckpointPool = field(init=False)
     updates: int = 0
-    """Number of its updates."""
+    """Number of updates so far."""
+    lineage: int = 1
+    """Number of the present lineage; a restart begins the next one."""
+    began: int = 0
+    """Number of updates before this lineage."""
+    points: deque[float] = field(default_factory=deque)
+    """Points of the lineage in its newest games that count for a restart."""
 
     @property
     def version(self) -> int:
@@ -310,6 +322,16 @@ class TrainedPolicy:
     async def next_batch(self) -> Batch:
         """Wait for the next batch; if cancelled, take none."""
         return await self.buffer.get_batch(self.config.learner.batch_size, self.version)
+
+    def state(self) -> dict[str, Any]:
+        """Return the policy's own part of a checkpoint, beside those of its parts."""
+        numbers = {"updates": self.updates, "lineage": self.lineage, "began": self.began}
+        return numbers | {"points": [*self.points], "current": self.registry.get_current_ckpt()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.updates = state["updates"]
+        self.lineage, self.began = state.get("lineage", 1), state.get("began", 0)
+        self.points.extend(state.get("points", ()))
 
     def admit(self, version: int) -> None:
         """Let games use the adapter of an update, which every engine holds."""

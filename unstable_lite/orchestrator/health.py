@@ -147,6 +147,12 @@ class TrainingHealth:
         """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games."""
         self._judge([*self._compared(evaluation), *self._early_ends()])
 
+    def forget(self, policy: str) -> None:
+        """Compare the next results of a policy that begins again with none before."""
+        for memory in (self._contests, self._first_entropy, self._least_exploitable):
+            for subject in [subject for subject in memory if subject == policy or subject.startswith(f"{policy}: ")]:
+                del memory[subject]
+
     async def run(self) -> None:
         """Check until cancelled that the steps that games play reach the learner."""
         while True:

@@ -169,9 +169,14 @@ class Progress:
             "league/active_checkpoints": len(policy.registry.checkpoints()),
             "league/returned_checkpoints": policy.pool.num_returned,
             "league/waits_for_adapter_slot": parts.adapter_sync.num_waits,
+            **(
+                {"league/lineage": policy.lineage, "league/kept": len(parts.registry.population)} if policy.name else {}
+            ),
             "trueskill/current mu": current.rating.mu,
             "trueskill/current sigma": current.rating.sigma,
         }
+        if policy.name:
+            metrics |= {"league/lineage": policy.lineage, "league/kept": len(parts.registry.population)}
         for env_id, (mu, sigma) in current.ratings.items():
             metrics |= {f"trueskill/{env_id} current mu": mu, f"trueskill/{env_id} current sigma": sigma}
         return metrics

@@ -84,8 +84,7 @@ class TrainLoop:
             batch = await unless_set(policy.next_batch(), parts.stop, parts.health.asks_for_pause)
         if batch is None:
             return False
-        for each in parts.policies.values():
-            each.pool.evict_if_needed()
+        parts.evict_if_needed()
         takes_turns = bool(parts.colocation.engines)
         async with parts.colocation.learner():
             updated = await policy.learner.update(batch, version, parts.store, saves_at_once=takes_turns)
@@ -100,6 +99,7 @@ class TrainLoop:
             policy.admit(version)
             parts.collector.tell_new_checkpoint()
         await self.progress.report(policy, batch, updated, metrics)
+        await parts.lineages.restart_if_due(policy)
         return True
 
     async def _start(self) -> None:

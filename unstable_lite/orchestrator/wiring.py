@@ -48,6 +48,7 @@ from unstable_lite.orchestrator.checkpoint_pool import (
 from unstable_lite.orchestrator.evaluations import ExactEvaluations
 from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
+from unstable_lite.orchestrator.lineages import Lineages
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
 from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
@@ -118,6 +119,10 @@ class RunParts:
         """Report an alarm of the current update."""
         self.tracker.alarm(self.registry.get(self.registry.get_current_ckpt()).iteration or 0, text)
 
+    def evict_if_needed(self) -> None:
+        for policy in self.policies.values():
+            policy.pool.evict_if_needed()
+
     def results(self) -> list[ResultRow]:
         """Return the result rows so far, opponents in the order of the config."""
         return result_rows(self.tracker.evaluations, self.plan.config.eval_cells)
@@ -141,7 +146,6 @@ class RunParts:
         add_other_opponents(config, self.registry)
         self.frozen = await asyncio.to_thread(keep_frozen, plan, self.registry, directory, say)
         self.policies = self._policies(buffer)
-        """Policies that learn, by name, in the order of the config."""
         async with contextlib.AsyncExitStack() as stack:
             self.tracker = self._tracker(make_tracker)
             stack.callback(self.tracker.close)
@@ -209,6 +213,7 @@ class RunParts:
         self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
         buffers = {name: policy.buffer for name, policy in self.policies.items()}
         self.health = TrainingHealth(config, directory, buffers, self.tracker, self.terminal.say, self.stop)
+        self.lineages = Lineages(self)
         self.collector = made_part(
             "collector",
             make_collector,
@@ -217,7 +222,7 @@ class RunParts:
             seats=seats,
             table=self.table,
             config=config.run,
-            listeners=(self.tracker, self.health),
+            listeners=(self.tracker, self.health, self.lineages),
             lock_step=lock_step,
             environments=self.environments,
             unpaused=self.health.unpaused,

@@ -12,7 +12,14 @@ from typing import Any
 from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
-from unstable_lite.league.opponents import frozen_adapters, met_opponents, policies_met, strategies, uses_checkpoints
+from unstable_lite.league.opponents import (
+    draws_population,
+    frozen_adapters,
+    met_opponents,
+    policies_met,
+    strategies,
+    uses_checkpoints,
+)
 from unstable_lite.learner import LEARNERS, Algorithm
 
 
@@ -101,12 +108,13 @@ def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
     league, sizes = config.league, dict[str, int | None]()
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
-    drawn = {*chain(*policies_met(config).values())}
+    drawn, is_drawn = {*chain(*policies_met(config).values())}, draws_population(config)
     for name in config.shares:
-        own = config.of_policy(name)
+        own, rule = config.of_policy(name), config.policies[name].restart if name else None
+        is_kept = is_drawn and rule is not None and rule.keeps
         if league.max_active_checkpoints is not None:
             sizes[name] = league.max_active_checkpoints
-        elif not _plays_checkpoints(own) and f"{name}/past" not in drawn:
+        elif not (is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn):
             sizes[name] = 1
         else:
             sizes[name] = wanted if "lagged" in strategies(own.league) else None  # as many as fit

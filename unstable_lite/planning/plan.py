@@ -39,7 +39,8 @@ from unstable_lite.planning.envs import (
 )
 from unstable_lite.planning.memory import learner_memory, shape_of
 from unstable_lite.planning.placement import Placement, engine_of, listed, machine_problems, machine_warnings, place
-from unstable_lite.planning.rules import critic_warnings, policy_warnings
+from unstable_lite.planning.policies import policy_warnings
+from unstable_lite.planning.rules import critic_warnings
 from unstable_lite.planning.trust import clear_key_warnings
 from unstable_lite.planning.validation import find_engine_problems, find_problems
 from unstable_lite.transport.cpus import usable_cpus

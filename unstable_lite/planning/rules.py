@@ -9,18 +9,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import LEAST_TEMPERATURE, TrainEnvSpec, parse_player
+from unstable_lite.config.games import LEAST_TEMPERATURE
 from unstable_lite.config.training import EMBEDDINGS, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.league.opponents import (
     by_policy,
     frozen_adapters,
-    is_policy,
-    policies_met,
     strategies,
     uses_checkpoints,
 )
@@ -30,17 +27,13 @@ from unstable_lite.planning.defaults import (
     active_checkpoints,
     adapter_slots_needed,
     algorithm_of,
-    pool_sizes,
     resolve_defaults,
 )
 from unstable_lite.planning.memory import shape_of
+from unstable_lite.planning.policies import policy_rules
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.types import BASE
-
-MOST_POLICIES = 31
-"""Number of policies whose adapters have ids below those of frozen players."""
-SHARE_ROUNDING = 1e-6
 
 
 def engine_rules(config: Config) -> Iterator[str]:
@@ -67,7 +60,7 @@ def worker_rules(config: Config) -> Iterator[str]:
 
     config: one with the defaults of its algorithm.
     """
-    yield from _policy_rules(config)
+    yield from policy_rules(config)
     yield from check_league(config)
     yield from _run_rules(config)
     yield from by_policy(config, _rules_of_policy)
@@ -141,75 +134,6 @@ def _run_rules(config: Config) -> Iterator[str]:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
     if run.eval_games and not config.eval_envs:
         yield f"run.eval_games = {run.eval_games}, but there are no eval_envs"
-
-
-def _policy_rules(config: Config) -> Iterator[str]:
-    """Yield each reason why the policies of a run cannot learn, or cannot play each other."""
-    known, drawn = config.policies, {*chain(*policies_met(config).values())}
-    if len(known) > MOST_POLICIES:
-        yield f"policies: there are {len(known)}, but at most {MOST_POLICIES} have ids for their adapters"
-    yield from _share_rules(config)
-    for key, name in _policies_named(config):
-        if name not in known:
-            yield f"{key}: there is no [policies.{name}]; {suggestion(name, known)}"
-    for index, spec in enumerate(config.train_envs):
-        if spec.seats is not None:
-            yield from _seat_rules(f"train_envs.{index}", spec)
-    fixed = [("league", config.league.fixed_opponents)]
-    fixed += [(f"train_envs.{index}", env.fixed_opponents or ()) for index, env in enumerate(config.train_envs)]
-    for where, name in ((where, name) for where, names in fixed for name in names if is_policy(name)):
-        yield (
-            f"{where}.fixed_opponents: {name!r} learns, so it is not fixed; name it in `opponents` of a policy, or as "
-            "fixed_opponent of an eval env"
-        )
-    for name, size in pool_sizes(config).items():
-        if name and not config.of_policy(name).train_envs:
-            yield f"policies.{name}: it has no game, because every train env has seats without it; add or remove it"
-        if size == 1 and f"{name}/past" in drawn:
-            yield (
-                f"league.max_active_checkpoints = 1 allows only the newest adapter of {name}, but 'policy:{name}/past' "
-                "draws older ones: set 2 or more"
-            )
-
-
-def _share_rules(config: Config) -> Iterator[str]:
-    """Yield the reason why updates cannot be divided by these shares."""
-    given = [policy.share for policy in config.policies.values() if policy.share is not None]
-    total, is_whole = f"policies: the shares sum to {sum(given):g}", len(given) == len(config.policies)
-    few = [name for name, share in config.shares.items() if share * config.run.learning_steps < 1 - SHARE_ROUNDING]
-    if given and is_whole and abs(sum(given) - 1) > SHARE_ROUNDING:
-        yield f"{total}; let them sum to 1, or leave one out: its policy gets the rest"
-    elif not is_whole and sum(given) > 1 - SHARE_ROUNDING:
-        yield f"{total} and leave no update for a policy without a share; lower them"
-    elif few:
-        yield (
-            f"policies.{few[0]}: its share, {config.shares[few[0]]:.2g}, of run.learning_steps = "
-            f"{config.run.learning_steps} is less than one update; raise either"
-        )
-
-
-def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key that names a policy, and the name."""
-    leagues = {f"policies.{name}.opponents": config.of_policy(name).league for name in config.policies}
-    for key, league in (leagues or {"league.opponent_sampling_strategy": config.league}).items():
-        for name in filter(is_policy, strategies(league)):
-            yield key, parse_player(name).rest.removesuffix("/past")
-    for index, env in enumerate(config.eval_envs):
-        if is_policy(env.fixed_opponent):
-            yield f"eval_envs.{index}.fixed_opponent", parse_player(env.fixed_opponent).rest
-    for index, spec in enumerate(config.train_envs):
-        yield from ((f"train_envs.{index}.seats", name) for name in spec.seats or ())
-
-
-def _seat_rules(where: str, spec: TrainEnvSpec) -> Iterator[str]:
-    """Yield each reason why a game's seats cannot go to the policies of `seats`."""
-    seats = spec.seats or ()
-    if len(seats) != spec.num_players:
-        yield f"{where}.seats names {len(seats)} policies for num_players = {spec.num_players}; name one for each seat"
-    elif spec.num_actors != spec.num_players:
-        yield f"{where}: num_actors = {spec.num_actors}, but `seats` gives every seat to a policy; leave num_actors out"
-    if spec.fixed_opponents is not None:
-        yield f"{where}: fixed_opponents are never met, because `seats` gives every seat to a policy; leave them out"
 
 
 def _group_rules(config: Config) -> Iterator[str]:
@@ -352,16 +276,6 @@ def loss_rules(config: Config) -> Iterator[str]:
             f"learner.entropy_target = {learner.entropy_target:g}: a token of {shape.vocab_size} has an entropy of at "
             f"most {most:.2f} nats"
         )
-
-
-def policy_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each policy that only itself plays."""
-    for name in config.policies if len(config.policies) > 1 else ():
-        if not any(named == name and key != f"policies.{name}.opponents" for key, named in _policies_named(config)):
-            yield (
-                f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
-                "fixed_opponent of an eval env, or seat it"
-            )
 
 
 def critic_warnings(config: Config) -> Iterator[str]:

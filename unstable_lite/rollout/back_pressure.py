@@ -282,7 +282,10 @@ class Room:
         return all(buffer.is_full for buffer in self.buffers)
 
     async def wait(self, has_game: Callable[[], bool]) -> None:
-        """Wait until there is room or `has_game` returns True; `wake` makes callers check again."""
+        """Wait until there is room or `has_game` returns True; `wake` makes callers check again.
+
+        The caller must start the game before it awaits anything else.
+        """
         while self._is_missing() and not has_game():
             room = asyncio.get_running_loop().create_future()
             self._waiting.append(room)

@@ -1,11 +1,10 @@
 """Hold played steps until the learner takes them: bounded by back-pressure, bounded in age.
 
-Owns the waiting steps and the order in which reward transforms are applied to them. Knows nothing of engines,
-learners or trackers. No generated step is discarded to make room; instead, no new game starts (`wait_for_room`) while
-the waiting steps and those expected from games in flight are as many as can be trained on in time (`back_pressure`).
-Steps leave in four ways only, each counted: taken into a batch, the oldest first; dropped as too stale to learn from;
-rejected for results that are all alike; or drained. So at all times
-`added == taken + dropped_stale + rejected + drained + size()`.
+Owns the waiting steps and the order in which reward transforms are applied to them. No generated step is discarded to
+make room; instead, no new game starts (`wait_for_room`) while the waiting steps and those expected from games in flight
+are as many as can be trained on in time (`back_pressure`). Steps leave in four ways only, each counted: taken into a
+batch, the oldest first; dropped as too stale to learn from; rejected for results that are all alike; or drained. So at
+all times `added == taken + dropped_stale + rejected + drained + size()`.
 
 `EpisodeBuffer` holds whole trajectories, `StepBuffer` single steps. Games that are played in groups wait outside a
 `StepBuffer` until their group is complete, but count as if they were in it. Once a group has begun, its games must
@@ -18,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -65,9 +64,8 @@ class Buffer:
     reject_zero_signal: bool = False
     """Whether steps whose results are all alike do not count towards a batch."""
     policy: str = ""
-    """Name of the policy that learns from the steps, if several do."""
+    """Name of the policy that learns from the steps, if several do; `share` is its share of the updates."""
     share: float = 1.0
-    """Share of the updates that this policy makes."""
 
     def __post_init__(self) -> None:
         if self.max_buffer_size < 1:
@@ -83,9 +81,10 @@ class Buffer:
         """Number of these steps that were dropped."""
         self.in_flight: InFlight | None = None
         """Games that will bring more steps; None: they are not counted."""
-        self._final = ComposeFinalRewardTransforms.of(self.final_reward_transformation)
-        self._step = ComposeStepRewardTransforms.of(self.step_reward_transformation)
-        self._transforms = self._final, self._step, self.sampling_reward_transformation
+        final, step = self.final_reward_transformation, self.step_reward_transformation
+        self._use(final, step, self.sampling_reward_transformation)
+        self.first_version = 0
+        """Id of the first adapter whose steps are trained on."""
         self._rng = self.rng if isinstance(self.rng, random.Random) else random.Random(self.rng)
         self._chunks: list[list[Step]] = []
         self._size = 0
@@ -155,10 +154,7 @@ class Buffer:
         return self._size >= math.ceil(self.batch_delay * n)
 
     async def wait_for_room(self, has_game: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a game may start or `has_game` returns True; `wake` makes callers check again.
-
-        The caller must start the game before it awaits anything else.
-        """
+        """Wait until a game may start or `has_game` returns True; see `Room.wait`."""
         await self.room.wait(has_game)
 
     def wake(self, num_callers: int) -> None:
@@ -188,10 +184,24 @@ class Buffer:
         self.added -= sum(map(len, chunks))
         self._put(chunks)
 
+    def _use(self, final: Any, step: Any, sampling: SamplingRewardTransform | None) -> None:
+        self._final, self._step = ComposeFinalRewardTransforms.of(final), ComposeStepRewardTransforms.of(step)
+        self.sampling_reward_transformation = sampling
+        self._transforms = self._final, self._step, sampling
+
+    def begin_again(self, first_version: int, transforms: Sequence[Any]) -> None:
+        """Drop the steps of earlier adapters, also those that games in flight will bring, and use these transforms."""
+        self.first_version = first_version
+        self._use(*transforms)
+        if self.rejection is not None:
+            self.rejection.forget()
+        self._drop_stale(first_version)
+
     def state_dict(self) -> dict[str, Any]:
         """Return totals, the random stream and the transforms' memory, but not the waiting steps."""
         transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
         return {
+            **({"first_version": self.first_version} if self.first_version else {}),
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "counts": self.counts.state_dict(),
             "in_flight": None if self.in_flight is None else self.in_flight.state_dict(),
@@ -216,10 +226,14 @@ class Buffer:
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)
+        self.first_version = state.get("first_version", 0)
 
     def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""
-        trajectories = [one for one in record.trajectories if one.model.policy == self.policy and record.end != "void"]
+        own = [one for one in record.trajectories if one.model.policy == self.policy and record.end != "void"]
+        trajectories = [one for one in own if (one.model.adapter_version or 0) >= self.first_version]
+        ended = sum(len(one.steps) for one in own) - sum(len(one.steps) for one in trajectories)  # of ended lineages
+        self.added, self.dropped_stale = self.added + ended, self.dropped_stale + ended
         turns = length_class(len(record.turns))
         for trajectory in trajectories:
             for step in trajectory.steps:
@@ -278,9 +292,9 @@ class Buffer:
         return chunks
 
     def _drop_stale(self, current_version: int) -> None:
-        if self.max_staleness is None:
-            return
-        oldest = current_version - self.max_staleness
+        oldest = self.first_version
+        if self.max_staleness is not None:
+            oldest = max(oldest, current_version - self.max_staleness)
         stale = [chunk for chunk in self._chunks if _version(chunk) < oldest]
         if stale:
             self._chunks = [chunk for chunk in self._chunks if _version(chunk) >= oldest]

@@ -55,6 +55,10 @@ class Rejection:
     def clear(self) -> None:
         self._chosen, self._alike = [], []
 
+    def forget(self) -> None:
+        """Forget the newest results, with which those of a batch are compared."""
+        self._spread = Spread()
+
     def judge(self, chunks: Sequence[Chunk]) -> None:
         """Take chunks from the buffer, and choose those with a signal."""
         for chunk, is_chosen in zip(chunks, self._have_signal(chunks), strict=True):

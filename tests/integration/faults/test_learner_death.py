@@ -21,7 +21,7 @@ from fakes import numpy_learner
 from unstable_lite.adapters import peft_files
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
-from unstable_lite.config.training import PolicyConfig
+from unstable_lite.config.games import PolicyConfig
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.client import LearnerClient, restore_all, train_items
 from unstable_lite.orchestrator.supervisor import Supervisor

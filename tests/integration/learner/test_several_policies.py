@@ -12,7 +12,7 @@ from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import is_equal, snapshot
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.config.training import PolicyConfig
+from unstable_lite.config.games import PolicyConfig
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.batching import length
 from unstable_lite.transport.messages import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import random
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
@@ -17,6 +19,10 @@ from unstable_lite.league.ratings import ModelMeta, Teams, placed, sides_of
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef
+
+PRIOR_GAMES = 2
+"""Imagined games of each pair of kept players, all drawn."""
+REGRET_STEPS = 1000
 
 
 @from_reference(renamed={"model_registry": "registry"})
@@ -36,6 +42,10 @@ class BaseModelSampler:
 
     def get_current_ckpt(self) -> str:
         return self.registry.get_current_ckpt()
+
+    def share_of(self, policy: str) -> float:  # noqa: ARG002
+        """Return the share of the draws that are the newest adapter of another policy that learns."""
+        return 0.0
 
     def sample_opponent(self, env_id: str) -> ModelRef:
         """Return the `ref` of the model to play against in a game of `env_id`."""
@@ -79,10 +89,65 @@ class OtherPolicyModelSampler(BaseModelSampler):
         name, _, past = policy.partition("/")
         self._other, self._is_past = registry.of(name), past == "past"
 
+    def share_of(self, policy: str) -> float:
+        return float(policy == self._other.policy and not self._is_past)
+
     def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
         current = self._other.current
         past = [meta.ref for meta in self._other.checkpoints() if meta.uid != current.uid] if self._is_past else []
         return self._rng.choice(past or [current])
+
+
+class PopulationModelSampler(BaseModelSampler):
+    """Draws one of the kept players of all policies; before there is one, chooses the current policy.
+
+    meta: `uniform`, or `nash`: a mixture that none of them beats, by the points in their games with each other. With
+    each player as an approximate best response to the mixture of the earlier ones, the latter is PSRO and the former
+    fictitious play over policies (Lanctot et al. 2017, arXiv:1711.00832).
+    """
+
+    def __init__(self, registry: ModelRegistry, rng: random.Random, meta: str = "uniform") -> None:
+        super().__init__(registry, rng)
+        if meta not in ("uniform", "nash"):
+            raise ConfigError(f"population: meta = {meta!r} is not known; {suggestion(meta, ('uniform', 'nash'))}")
+        self._meta = meta
+
+    def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
+        players = [meta for uid in self.registry.population if (meta := self.registry.get(uid)).active]
+        if not players:
+            return self.registry.current
+        (chosen,) = self._rng.choices(players, self.weights(players))
+        return chosen.ref
+
+    def weights(self, players: Sequence[ModelMeta]) -> list[float]:
+        """Return the weight of each player, which sum to 1."""
+        if self._meta == "uniform":
+            return [1 / len(players)] * len(players)
+        return nash_weights(tuple(tuple(self._points(one.uid, other.uid) for other in players) for one in players))
+
+    def _points(self, uid: str, other: str) -> float:
+        """Return the points of one player against another; 1/2 before they have met."""
+        pair = min(uid, other), max(uid, other)
+        won, drawn, lost = self.registry.match_results.get(pair, (0, 0, 0))
+        points = (won + drawn / 2 + PRIOR_GAMES / 2) / (won + drawn + lost + PRIOR_GAMES)
+        return points if uid == pair[0] else 1 - points
+
+
+@functools.lru_cache(maxsize=8)  # for each game, but players meet only when one is kept
+def nash_weights(points: tuple[tuple[float, ...], ...]) -> list[float]:
+    """Return an approximate Nash equilibrium of the symmetric game in which row i gets `points[i][j]` from column j.
+
+    Source: regret matching, Hart and Mas-Colell 2000; the average of `REGRET_STEPS` strategies.
+    """
+    payoff_II = np.asarray(points) - 0.5
+    regret_I, total_I = np.zeros(len(payoff_II)), np.zeros(len(payoff_II))
+    for _ in range(REGRET_STEPS):
+        positive_I = regret_I.clip(min=0)
+        strategy_I = positive_I / positive_I.sum() if positive_I.any() else np.full(len(payoff_II), 1 / len(payoff_II))
+        total_I += strategy_I
+        value_I = payoff_II @ strategy_I
+        regret_I += value_I - strategy_I @ value_I
+    return [*map(float, total_I / total_I.sum())]
 
 
 class FixedOpponentModelSampler(BaseModelSampler):
@@ -270,6 +335,10 @@ class MixtureModelSampler(BaseModelSampler):
     def kind(self) -> str:
         return f"a mixture of {' and '.join(sampler.kind for sampler in self.samplers)}"
 
+    def share_of(self, policy: str) -> float:
+        pairs = zip(self.samplers, self.weights, strict=True)
+        return sum(weight * sampler.share_of(policy) for sampler, weight in pairs) / sum(self.weights)
+
     def sample_opponent(self, env_id: str) -> ModelRef:
         (sampler,) = self._rng.choices(self.samplers, self.weights)
         return sampler.sample_opponent(env_id)
@@ -298,6 +367,7 @@ MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
     "ts-dist": RatingDistanceModelSampler,
     "ts-dist-biased": BiasedRatingDistanceModelSampler,
     "pfsp": PrioritizedFictitiousModelSampler,
+    "population": PopulationModelSampler,
 }
 """Samplers by their names in `opponent_sampling_strategy`."""
 

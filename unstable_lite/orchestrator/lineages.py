@@ -1,0 +1,114 @@
+"""Lineages of policies: when a policy begins again (`policies.NAME.restart`), and what begins anew with it.
+
+A lineage is a policy from its first adapter to the last update before a restart. The numbers of its updates and the ids
+of its adapters go on; moments, schedules, averages, ratings and the steps that wait do not.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unstable_lite.config.games import RestartConfig, evaluated_against
+from unstable_lite.league.opponents import draws_population, policies_met
+from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.rng import derive_seed
+from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.intervals import percent, percent_range, points_interval
+from unstable_lite.types import INITIAL, GameRecord, GameSpec, uid_of
+
+if TYPE_CHECKING:
+    from unstable_lite.orchestrator.wiring import RunParts
+
+MEETING_GAMES = 100
+"""Number of games in each env between a player that is kept and each other one."""
+
+
+class Lineages:
+    def __init__(self, parts: RunParts) -> None:
+        config = parts.plan.config
+        self._parts = parts
+        self._rules = {name: policy.restart for name, policy in config.policies.items() if policy.restart is not None}
+        named = policies_met(config)
+        self._named = {name: {met.removesuffix("/past") for met in named[name]} for name in self._rules}
+        """Policies in the `opponents` of each policy with a rule."""
+
+    def begin_game(self, spec: GameSpec) -> None:
+        """Do nothing: a lineage counts games that have ended."""
+
+    def add_record(self, record: GameRecord) -> None:
+        """Count the points of lineages in a training game."""
+        if record.spec.kind != "train" or record.end == "void" or record.spec.start is not None:
+            return
+        population = self._parts.registry.population
+        for agent in record.spec.agent_specs:
+            policy, rule = self._parts.policies.get(agent.model.policy), self._rules.get(agent.model.policy)
+            if policy is None or rule is None or not agent.collect_data or record.outcomes[agent.pid] == "na":
+                continue
+            others = [other.model for other in record.spec.agent_specs if other.pid != agent.pid]
+            is_met = any(one.policy in self._named[policy.name] or one.uid in population for one in others)
+            if is_met and (agent.model.adapter_version or 0) >= policy.buffer.first_version:
+                policy.points.append(POINTS[record.outcomes[agent.pid]])
+                if len(policy.points) > rule.games:
+                    policy.points.popleft()
+
+    async def restart_if_due(self, policy: TrainedPolicy) -> None:
+        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update."""
+        rule, parts = self._rules.get(policy.name), self._parts
+        updates = sum(each.updates for each in parts.policies.values())
+        is_last = updates >= parts.plan.config.run.learning_steps
+        if rule is None or is_last or (reason := _reason(policy, rule)) is None:
+            return
+        version, last = policy.next_version, policy.registry.current.uid
+        if rule.keeps:
+            await self._keep(last)
+        seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
+        parts.evict_if_needed()
+        async with parts.colocation.learner():
+            digest = await policy.learner.begin_again(version, parts.store, seed, self._start(rule))
+        await parts.adapter_sync.sync(version, digest)
+        policy.lineage, policy.began = policy.lineage + 1, policy.updates
+        policy.points.clear()
+        policy.buffer.begin_again(version, build_reward_transformations(policy.config.rewards))
+        policy.pool.admit(uid_of(policy.name, f"{INITIAL}-{policy.lineage}"), version, policy.updates, inherit=False)
+        parts.health.forget(policy.name)
+        parts.collector.tell_new_checkpoint()
+        kept = f"{last} is kept as a player" if rule.keeps else f"{last} was its last checkpoint"
+        parts.terminal.say(f"{policy.name} begins again, from {rule.start}, after {reason}; {kept}")
+
+    async def _keep(self, uid: str) -> None:
+        """Make a checkpoint a player of the population, and let it meet the other ones there."""
+        parts, population = self._parts, self._parts.registry.population
+        others = [other for other in population if parts.registry.get(other).active]
+        population[uid] = None
+        if not draws_population(parts.plan.config):
+            return
+        run = parts.plan.config.run
+        model = parts.registry.eval_opponent(f"policy:{uid}")
+        for env, other in product(parts.plan.config.train_envs, others):
+            against, label = evaluated_against(env, f"policy:{other}"), f"population {uid}"
+            await parts.collector.evaluate(against, model, MEETING_GAMES, label, run.num_collection_workers)
+
+    def _start(self, rule: RestartConfig) -> Path | None:
+        """Return the directory of the adapter that a new lineage begins with; None: a fresh one."""
+        if rule.start == INITIAL:
+            return self._parts.plan.config.lora.initial_lora_path
+        if rule.start in self._parts.policies:
+            return self._parts.store.path(self._parts.policies[rule.start].version)
+        return None
+
+
+def _reason(policy: TrainedPolicy, rule: RestartConfig) -> str | None:
+    """Return why the present lineage ends now, if it does."""
+    updates, points = policy.updates - policy.began, policy.points
+    if rule.at_updates is not None and updates >= rule.at_updates:
+        return f"{updates} updates"
+    if rule.at_points is None or len(points) < rule.games:
+        return None
+    low, high = points_interval(points.count(1.0), points.count(0.5), points.count(0.0))
+    if low <= rule.at_points:
+        return None
+    mean = sum(points) / len(points)
+    return f"{percent(mean)} of the points in {len(points)} games (95 %: {percent_range(low, high)})"
