@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec, PolicyConfig, TemplateConfig, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, PolicyConfig, RestartConfig, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmConfig
 from unstable_lite.config.training import Transformation
@@ -90,6 +90,8 @@ def page() -> str:
                 sections += ["", "Each alarm is a table with two keys:", "", *_items(AlarmConfig)]
         elif name in NAMED:
             sections += ["", f"## `[{name}.NAME]`", *_intro(NAMED[name]), *_keys(NAMED[name], f"{name}.NAME.")]
+            if name == "policies":
+                sections += _keys(RestartConfig, "policies.NAME.restart.")
         elif name in ENVS:
             spec, times = ENVS[name]
             if name == "train_envs":
@@ -106,7 +108,9 @@ def _keys(model: type[Section], prefix: str = "", but: type[Section] = Section) 
         line
         for name, field in model.model_fields.items()
         if name not in but.model_fields
-        for line in _key(prefix + name, _kind(field.annotation, field.metadata), _default(field), field.description)
+        for line in _key(
+            prefix + (field.alias or name), _kind(field.annotation, field.metadata), _default(field), field.description
+        )
     ]
 
 
@@ -178,7 +182,7 @@ def _name(annotation: Any) -> str:
         items = [_name(argument) for argument in arguments if argument is not Ellipsis]
         items = [f"({item})" if " or " in item else item for item in items]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
-    if origin is dict or annotation is Transformation:
+    if origin is dict or annotation in (Transformation, RestartConfig):
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, AlarmConfig):
         return "alarm"

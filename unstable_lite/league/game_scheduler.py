@@ -118,13 +118,17 @@ class GameScheduler:
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
         for policy in dict.fromkeys(models[pid].policy for pid in trained) if len(self._samplers) > 1 else ():
-            self._met += Counter((policy, model.policy) for model in models if model.policy != policy)
+            self._met += Counter((policy, model.policy) for model in models if self._is_other(model, policy))
             self._met[policy, policy] += len(models) - 1
         seed = game_seed(self._run_seed, "train", self._games["train"])
         return new_game(env, models, self._next_idx("train"), "train", seed, trained)
 
     def _is_current(self, model: ModelRef) -> bool:
         return model == self._samplers[model.policy].registry.current
+
+    def _is_other(self, model: ModelRef, policy: str) -> bool:
+        """Return whether it is the newest adapter of another policy that learns."""
+        return model.policy not in ("", policy) and self._is_current(model)
 
     def _lacks(self, policy: str, other: str) -> bool:
         """Return whether a policy met another one less often than by its share among the policy's opponents."""
@@ -146,12 +150,11 @@ class GameScheduler:
         self._rng.shuffle(pids)
         models = [sampler.registry.current] * env.num_players
 
-        def is_wanted(model: ModelRef) -> bool:
-            is_other = model.policy not in ("", policy) and self._is_current(model)
-            return can_play(model) and (not is_other or self._lacks(policy, model.policy))
+        def is_met_enough(model: ModelRef) -> bool:
+            return self._is_other(model, policy) and not self._lacks(policy, model.policy)
 
         for pid in pids[env.num_actors :]:
-            models[pid] = _sample_opponent(sampler, env.env_id, is_wanted)
+            models[pid] = _sample_opponent(sampler, env.env_id, can_play, is_met_enough)
         return env, models
 
     def _is_kept(self, kind: str) -> bool:
@@ -300,7 +303,13 @@ class GameScheduler:
         return game_idx
 
 
-def _sample_opponent(sampler: BaseModelSampler, env_id: str, can_play: Callable[[ModelRef], bool]) -> ModelRef:
+def _sample_opponent(
+    sampler: BaseModelSampler,
+    env_id: str,
+    can_play: Callable[[ModelRef], bool],
+    is_met_enough: Callable[[ModelRef], bool],
+) -> ModelRef:
+    found: ModelRef | None = None
     for _ in range(DRAWS):
         opponent = sampler.sample_opponent(env_id)
         if not isinstance(opponent, ModelRef):
@@ -309,8 +318,12 @@ def _sample_opponent(sampler: BaseModelSampler, env_id: str, can_play: Callable[
                 "registry"
             )
         if can_play(opponent):
-            return opponent
-    raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
+            found = opponent
+            if not is_met_enough(opponent):
+                break
+    if found is None:
+        raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
+    return found
 
 
 def new_game(

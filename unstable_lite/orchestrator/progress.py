@@ -153,6 +153,8 @@ class Progress:
         if policy.config.group_baseline is not None and isinstance(buffer, StepBuffer):
             metrics["buffer/steps_in_groups"] = buffer.steps_in_groups
             metrics |= {f"buffer/groups_{name}": count for name, count in buffer.group_counts.items()}
+        if policy.name:
+            metrics["buffer/ended_lineages"] = buffer.drained
         if (rejection := getattr(buffer, "rejection", None)) is not None:
             metrics |= rejection.metrics()
         if buffer.in_flight is not None:

@@ -195,7 +195,7 @@ class Buffer:
         self._use(*transforms)
         if self.rejection is not None:
             self.rejection.forget()
-        self._drop_stale(first_version)
+        self.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """Return totals, the random stream and the transforms' memory, but not the waiting steps."""
@@ -233,7 +233,7 @@ class Buffer:
         own = [one for one in record.trajectories if one.model.policy == self.policy and record.end != "void"]
         trajectories = [one for one in own if (one.model.adapter_version or 0) >= self.first_version]
         ended = sum(len(one.steps) for one in own) - sum(len(one.steps) for one in trajectories)  # of ended lineages
-        self.added, self.dropped_stale = self.added + ended, self.dropped_stale + ended
+        self.added, self.drained = self.added + ended, self.drained + ended
         turns = length_class(len(record.turns))
         for trajectory in trajectories:
             for step in trajectory.steps:

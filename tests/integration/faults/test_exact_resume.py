@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -110,6 +111,27 @@ def test_resumed_sync_run_of_two_policies_equals_a_whole_one(tmp_path: Path) -> 
     games = run_files.games(broken)
     met = {(one["model"].partition("/")[0], other["model"].partition("/")[0]) for one, other in map(seated, games)}
     assert {("exploiter", "main"), ("main", "main"), ("main", "exploiter")} <= met
+
+
+RESTARTS = (
+    *POLICIES,
+    "run.learning_steps=8",
+    'policies.main.opponents={ mirror = 0.4, population = { weight = 0.6, meta = "nash" } }',
+    'policies.exploiter.restart={ from = "main", at_updates = 1 }',
+    "policies.exploiter.share=0.5",
+)
+
+
+def test_resumed_sync_run_of_lineages_equals_a_whole_one(tmp_path: Path) -> None:
+    broken = whole_and_resumed(tmp_path, RESTARTS)
+    state = json.loads((broken / "checkpoints" / "ckpt-6" / "league.json").read_text())
+    assert state["policies"]["exploiter"]["lineage"] == 4
+    assert state["registry"]["population"] == ["exploiter/ckpt-1", "exploiter/ckpt-2", "exploiter/ckpt-3"]
+    games = run_files.games(broken)
+    kept = {agent["model"] for game in games for agent in game["agents"] if not agent["collect_data"]}
+    assert {"exploiter/ckpt-1", "exploiter/ckpt-2"} <= kept, "main meets the population"
+    begins = {model for game in games for agent in game["agents"] if "initial-" in (model := agent["model"])}
+    assert {"exploiter/initial-2", "exploiter/initial-3"} <= begins
 
 
 def seated(game: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import anchors
 from unstable_lite.league.ratings import Rating
 from unstable_lite.league.samplers import MODEL_SAMPLERS, build_env_sampler, build_model_sampler, check_league
+from unstable_lite.league.samplers.model_samplers import nash_weights
 from unstable_lite.tracking.run_directory import to_toml
 
 TRAIN = [TrainEnvSpec(env_id=env_id, num_players=2, num_actors=2) for env_id in "ABC"]
@@ -502,3 +503,43 @@ def test_anchor_is_random_play_or_the_first_fixed_opponent():
         env = TrainEnvSpec(env_id="A", num_players=2, num_actors=1, fixed_opponents=fixed)
         config = Config(train_envs=(env,), league=LeagueConfig(opponent_sampling_strategy="fixed"))
         assert anchors(config) == {"A": anchor}, "a frozen player is the anchor only if there is no other"
+
+
+# populations
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([[0.5]], [1]),
+        ([[0.5, 0.8], [0.2, 0.5]], [1, 0]),
+        ([[0.5, 1, 0], [0, 0.5, 1], [1, 0, 0.5]], [1 / 3, 1 / 3, 1 / 3]),
+        ([[0.5, 1, 0.25], [0, 0.5, 1], [0.75, 0, 0.5]], [0.4, 0.2, 0.4]),
+        ([[0.5, 0.5], [0.5, 0.5]], [0.5, 0.5]),
+    ],
+)
+def test_nash_weights_are_a_mixture_that_no_player_beats(points, expected):
+    weights = nash_weights(tuple(map(tuple, points)))
+    assert sum(weights) == pytest.approx(1)
+    assert max(float(np.dot(row, weights)) for row in points) < 0.5 + 0.02
+    assert weights == pytest.approx(expected, abs=0.06)
+
+
+def test_population_is_the_kept_players_and_before_them_the_current_policy():
+    registry = ModelRegistry(policy="main")
+    strategy = {"population": {"meta": "nash"}}
+    config = make_config(1, opponent_sampling_strategy=strategy, fixed_opponents=[])
+    sampler = build_model_sampler(config, registry, random.Random(0))
+    registry.add_policy("main/initial", 1, 0)
+    assert sampler.sample_opponent("E") == registry.current
+    for number in (1, 2):
+        registry.add_policy(f"main/ckpt-{number}", number + 1, number)
+        registry.population[f"main/ckpt-{number}"] = None
+    registry.add_policy("main/ckpt-3", 4, 3)
+    of_each = drawn(sampler, 200)
+    assert set(of_each) == {"main/ckpt-1", "main/ckpt-2"} and min(of_each.values()) > 60, "they have not met"
+    for _ in range(50):
+        registry.update_ratings({0: "main/ckpt-1", 1: "main/ckpt-2"}, {0: 1.0, 1: -1.0}, "E")
+    assert set(drawn(sampler, 50)) == {"main/ckpt-1"}
+    registry.set_active("main/ckpt-1", False)
+    assert sampler.sample_opponent("E").uid == "main/ckpt-2", "only loaded players can play"

@@ -20,6 +20,7 @@ from unstable_lite.reward_transformations import (
     RoleAdvantageFormatter,
 )
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
+from unstable_lite.types import ModelRef
 
 BUFFERS = pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
 
@@ -63,6 +64,30 @@ async def test_player_without_a_turn_goes_through_no_transform(buffer_class):
     assert (seen, buffer.size()) == ([0], 1)
     (step,) = buffer.drain()
     assert type(step.reward) is type(step.step_info["env_reward"]) is float, "numpy's numbers become plain ones"
+
+
+@BUFFERS
+async def test_new_lineage_learns_from_no_step_and_no_average_of_the_one_before(buffer_class):
+    def model(version):
+        return ModelRef(uid=f"main/ckpt-{version}", kind="checkpoint", adapter_version=version)
+
+    def game(version):
+        trajectory = make_trajectory(2, version=version, model=model(version))
+        return make_record(make_spec(model(version), trained=[0]), 1.0, trajectories=[trajectory])
+
+    buffer = buffer_class(10, RoleAdvantageFormatter(role_adv=0.5), policy="main")
+    buffer.add_game(game(1))
+    buffer.begin_again(5, (RoleAdvantageFormatter(role_adv=0.0), None, None))
+    buffer.add_game(game(4))  # it was in flight
+    assert (buffer.size(), buffer.drained, buffer.dropped_stale) == (0, 4, 0)
+    resumed = buffer_class(10, RoleAdvantageFormatter(), policy="main")
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    for one in (buffer, resumed):
+        one.add_game(game(4))
+        one.add_game(game(5))
+        assert_balanced(one)
+        assert {step.step_info["game_length"] for step in one.drain()} == {"1-4 turns"}
+    assert buffer.drained == 4 + 2 + 2
 
 
 async def test_sampling_transform_sees_the_whole_batch():

@@ -1,7 +1,9 @@
 """Several policies that learn from games with each other: whose steps each batch has, and that none waits for ever."""
 
 import asyncio
+import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +33,7 @@ def plan_of(policies: dict[str, Any], train_envs: list[dict[str, Any]] | None = 
         "engine": {"kind": "scripted", "max_loras": 100} | sections.pop("engine", {}),
         "league": {"fixed_opponents": ["scripted:random"], "opponent_sampling_strategy": "mirror"},
         "policies": policies,
+        "learner": {"batch_size": 48},
         "train_envs": train_envs or [NIM],
     }
     return make_plan(Config.model_validate(raw | sections))
@@ -119,32 +122,36 @@ async def test_each_policy_gets_its_batches_in_any_mixture(seed):
         assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.size(), "no step is lost or counted twice"
 
 
-async def test_both_policies_of_a_game_learn_from_it_and_a_full_one_does_not_stop_the_other():
-    opponents = {"policy:main": 1.0}
-    world = World(plan_of({"main": {"opponents": "mirror"}, "exploiter": {"opponents": opponents, "share": 0.5}}))
+async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_from_games_that_both_want():
+    mixture = {"mirror": 0.5, "policy:exploiter": 0.3, "fixed": 0.2}
+    world = World(plan_of({"main": {"opponents": mixture}, "exploiter": {"opponents": "policy:main", "share": 0.7}}))
     async with world.playing():
-        while len({policy.name for policy, _ in [await world.update(), await world.update()]}) < 2:
-            pass
-    games = [
-        record for record in world.records if {a.model.policy for a in record.spec.agent_specs} == {"main", "exploiter"}
-    ]
-    both = [record for record in games if len(record.trajectories) == 2]
-    assert both and len(games) > 5
-    for record in both:
-        for trajectory in record.trajectories:
-            (kind,) = {step.context.opponent_kinds for step in trajectory.steps} or {"policy"}
-            assert kind == "policy"
+        for _ in range(60):
+            await world.update()
+    of_main, both = Counter[str](), 0
+    for record in world.records:
+        own = {trajectory.model.policy for trajectory in record.trajectories}
+        both += len(own) == 2
+        if "main" in own:
+            (other, *_) = [*(a.model for a in record.spec.agent_specs if a.model.policy != "main"), None]
+            of_main["mirror" if other is None else other.policy or "fixed"] += 1
+    n = of_main.total()
+    assert n > 200 and both > 20
+    for name, share in (("mirror", 0.5), ("exploiter", 0.3), ("fixed", 0.2)):
+        assert abs(of_main[name] / n - share) < 4 * math.sqrt(share * (1 - share) / n), of_main
+
+
+async def test_full_policy_does_not_stop_the_other():
+    world = World(plan_of({"main": {"opponents": "policy:exploiter"}, "exploiter": {"opponents": "policy:main"}}))
     main = world.policies["main"].buffer
-    main.in_flight = None
-    main.max_buffer_size = 0
-    assert main.is_full
-    before = len(world.records)
+    main.in_flight, main.max_buffer_size = None, 1
     async with world.playing():
-        exploiter = world.policies["exploiter"]
+        await asyncio.sleep(0.1)
+        num_steps, before = main.size(), len(world.records)
         for _ in range(3):
-            await asyncio.wait_for(exploiter.next_batch(), 30)
-    later = [record for record in world.records[before:] if record.end != "void"]
-    assert later and not any(t.model.policy == "main" for record in later[40:] for t in record.trajectories)
+            await asyncio.wait_for(world.policies["exploiter"].next_batch(), 30)
+    assert main.is_full and len(world.records) > before + 10
+    assert main.size() <= num_steps + 40 * 10, "only games that had begun"
 
 
 async def test_policies_of_roles_keep_their_seats():
