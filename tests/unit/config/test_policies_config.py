@@ -183,7 +183,7 @@ def test_check_describes_each_policy():
     assert dict(rows)["learner"].startswith("reinforce and a2c on the CPU")
     assert [text for name, text in rows if name == "warning" and "no other policy plays it" in text] == [
         "policies.exploiter: no other policy plays it; name 'policy:exploiter' in the opponents of another or as "
-        "fixed_opponent of an eval env, or seat it"
+        "fixed_opponent of an eval env, or give it a seat"
     ]
     seated = make_plan(config_of(train_envs=[NIM, ROLES]))
     assert not [text for name, text in seated.describe() if "no other policy plays it" in text]
@@ -213,7 +213,7 @@ def test_shares_above_one_are_the_only_problem():
     (problem,) = find_problems(
         config_of(policies={"main": {"share": 0.9, "opponents": "mirror"}, "third": {"opponents": "pfsp"}})
     )
-    assert problem == "policies: the shares sum to 1.2 and leave no update for a policy without a share; lower them"
+    assert problem == "policies: the shares sum to 1.2; let all of them sum to 1, or leave one out to take the rest"
 
 
 def test_baselines_of_a_policy_with_a_critic_get_a_warning():

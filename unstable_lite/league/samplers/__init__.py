@@ -156,16 +156,12 @@ def _env_problems(config: Config) -> Iterator[str]:
     strategy = config.league.opponent_sampling_strategy
     for spec in config.train_envs:
         where, has_own_opponents = f"train env {spec.env_id!r}", spec.fixed_opponents is not None
-        if spec.seats:
-            continue
         if not 1 <= spec.num_actors <= spec.num_players:
             yield (f"{where}: num_actors = {spec.num_actors} must be between 1 and num_players = {spec.num_players}")
-        elif has_own_opponents and spec.num_actors == spec.num_players:
-            yield (
-                f"{where}: fixed_opponents are never met, because num_actors = num_players gives every seat to the "
-                "current policy; leave them out, or lower num_actors"
-            )
-        elif strategy == "none" and spec.num_actors < spec.num_players:
+        elif has_own_opponents and not spec.num_drawn:
+            key = "`seats`" if spec.seats else "num_actors = num_players"
+            yield f"{where}: fixed_opponents are never met, because {key} gives every seat to a policy; leave them out"
+        elif strategy == "none" and spec.num_drawn:
             yield (
                 f"{where}: num_actors = {spec.num_actors} of {spec.num_players} players, but {OPPONENT} is 'none'; "
                 "choose another, or set num_actors = num_players"
