@@ -29,7 +29,7 @@ from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, l
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import ROWS_WITHOUT_GRADIENT
-from unstable_lite.learner.model import Policy, sharing
+from unstable_lite.learner.model import Policy
 from unstable_lite.learner.other_adapters import PastAdapters, read_parameters
 from unstable_lite.learner.training import ready_info
 from unstable_lite.learner.training_stats import histograms_of
@@ -90,10 +90,13 @@ def make_workers(config: Config, device: str) -> dict[str, _Worker]:
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
     workers: dict[str, _Worker] = {}
-    for name in config.shares:
-        own, first = config.of_policy(name), next(iter(workers.values()), None)
-        with sharing(first.policy if first else None):
+    try:
+        for name in config.shares:
+            own = config.of_policy(name)
             workers[name] = _Worker(load_learner(own, device), own)
+            Policy.shared = Policy.shared or workers[name].policy
+    finally:
+        Policy.shared = None
     return workers
 
 

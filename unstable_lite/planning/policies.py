@@ -31,8 +31,8 @@ def policy_rules(config: Config) -> Iterator[str]:
     for index, spec in enumerate(config.train_envs):
         if spec.seats is not None and not len(spec.seats) == spec.num_actors == spec.num_players:
             yield (
-                f"train_envs.{index}.seats: name a policy for each of num_players = {spec.num_players} seats, and leave "
-                "num_actors out"
+                f"train_envs.{index}.seats: name a policy for each of num_players = {spec.num_players} seats, and "
+                "leave num_actors out"
             )
     fixed = [("league", config.league.fixed_opponents)]
     fixed += [(f"train_envs.{index}", env.fixed_opponents or ()) for index, env in enumerate(config.train_envs)]
