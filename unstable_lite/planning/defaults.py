@@ -71,20 +71,17 @@ def resolve_defaults(config: Config) -> Config:
 
 
 def policy_configs(config: Config, num_frozen: int | None = None) -> dict[str, Config]:
-    """Return the resolved config of each policy by its name, with the number of its active checkpoints if it has older.
+    """Return the resolved config of each policy by its name, with its number of active checkpoints.
 
-    Its `engine.max_loras` is the run's: a policy's own part is `slots_of_policy`.
+    Its `engine.max_loras` is an equal part of the slots that frozen players leave, and the slots of those it meets.
     """
-    config = resolve_defaults(config)
-    if not config.policies:
-        return {"": config}
-    sizes = {name: size for name, size in pool_sizes(config, num_frozen).items() if size > 1}
-    return {
-        name: resolve_defaults(config.of_policy(name)).changed(
-            league={"max_active_checkpoints": sizes[name]} if name in sizes else {}
-        )
-        for name in config.policies
-    }
+    config, policies = resolve_defaults(config), dict[str, Config]()
+    part, sizes = changing_slots(config, num_frozen) // len(config.shares), pool_sizes(config, num_frozen)
+    for name in config.policies:
+        own = resolve_defaults(config.of_policy(name))
+        engine, league = {"max_loras": part + _frozen(own, num_frozen)}, {"max_active_checkpoints": sizes[name]}
+        policies[name] = own.changed(engine=engine, league=league)
+    return policies or {"": config}
 
 
 def _with_members(config: Config) -> Config:
@@ -154,11 +151,6 @@ def _frozen(config: Config, num_frozen: int | None) -> int:
 def changing_slots(config: Config, num_frozen: int | None = None) -> int:
     """Return the number of slots that frozen players leave for the adapters of the run itself."""
     return config.engine.max_loras - _frozen(config, num_frozen)
-
-
-def slots_of_policy(config: Config, num_frozen: int | None = None) -> int:
-    """Return each policy's equal part of these slots."""
-    return changing_slots(config, num_frozen) // len(config.shares)
 
 
 def holds_games(config: Config) -> bool:

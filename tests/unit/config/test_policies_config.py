@@ -20,7 +20,6 @@ from unstable_lite.planning.defaults import (
     holds_games,
     policy_configs,
     resolve_defaults,
-    slots_of_policy,
 )
 from unstable_lite.planning.memory import learner_memory, memory_of_run, shape_of
 from unstable_lite.planning.placement import place
@@ -100,7 +99,7 @@ def test_slots_are_the_sum_over_the_policies(main, exploiter, league, run, sizes
     assert [active_checkpoints(own) for own in policy_configs(config).values()] == sizes
     assert (active_checkpoints(config), adapter_slots_needed(config)) == (sum(sizes), needed)
     assert config.engine.max_loras == max_loras, "games of up to four updates may be in flight for each policy"
-    assert {own.engine.max_loras for own in policy_configs(config).values()} == {config.engine.max_loras}
+    assert {own.engine.max_loras for own in policy_configs(config).values()} == {config.engine.max_loras // 2}
     short = config_of(main, exploiter, league=league, run=run, eval_envs=evaluated, engine={"max_loras": 3})
     assert any("the league of main, exploiter needs at least" in text for text in find_problems(short))
 
@@ -121,10 +120,11 @@ def test_frozen_players_count_once_and_leave_the_rest_to_the_policies(tmp_path):
     config = make_plan(config_of("fixed", {"fixed": 1, "policy:main": 1}, league={"fixed_opponents": [name]})).config
     assert frozen_adapters(config) == [name]
     assert (adapter_slots_needed(config), config.engine.max_loras) == (5, 13)
-    assert (changing_slots(config), slots_of_policy(config), slots_of_policy(config, 3)) == (12, 6, 5)
-    main = policy_configs(config)["main"]
-    limits = [in_flight(main, {}, slots=slots).limit for slots in (slots_of_policy(config), changing_slots(config))]
-    assert limits == [384 * 4 / 2, 384 * 7 / 2], "steps of at most 5 updates, or as old as max_staleness allows"
+    assert changing_slots(config) == 12
+    for num_frozen, slots in ((None, 6), (3, 5)):
+        main = policy_configs(config, num_frozen)["main"]
+        assert changing_slots(main, num_frozen) == slots
+        assert in_flight(main, {}, num_frozen).limit == 384 * (slots - 2) / 2, "steps of at most slots - 1 updates"
 
 
 def test_games_hold_adapters_if_any_policy_meets_checkpoints():
@@ -191,7 +191,8 @@ def test_check_describes_each_policy():
 
 def test_check_predicts_games_and_slots_of_all_policies():
     config = config_of(learner={"batch_size": 64}, engine={"max_loras": 8})
-    assert (slots_of_policy(config), config.buffer.max_staleness) == (4, 8)
+    slots = {own.engine.max_loras for own in policy_configs(config).values()}
+    assert (slots, config.buffer.max_staleness) == ({4}, 8)
     rows = list(make_plan(config).describe())
     loaded = [int(text.split()[2]) for name, text in rows if name == "adapters loaded"]
     games = [int(text.split()[2]) for name, text in rows if name == "back-pressure"]
