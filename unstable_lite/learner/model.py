@@ -313,7 +313,7 @@ class Policy:
         return self._parameters_of(name)
 
     def make_fresh(self, name: str = ADAPTER) -> None:
-        """Give adapter `name` the values of a new one, which has no effect."""
+        """Reset adapter `name` to its initial values, with which it has no effect."""
         for module in self.model.modules():
             if isinstance(module, LoraLayer):
                 module.reset_lora_parameters(name + self._ending, True)

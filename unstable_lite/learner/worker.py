@@ -36,7 +36,6 @@ from unstable_lite.learner.training_stats import histograms_of
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
-    BeginAgain,
     Done,
     Failed,
     LearnerRequest,
@@ -127,7 +126,6 @@ class _Worker:
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,
             WriteAdapter: self._begin,
-            BeginAgain: self._begin,
             Score: self._score,
             ScoreAnswers: self._score_answers,
             SaveLearner: self._save,
@@ -152,13 +150,13 @@ class _Worker:
         self.policy.activate()
         return self._requests[type(message)](message)
 
-    def _begin(self, message: WriteAdapter | BeginAgain) -> AdapterDigest:
+    def _begin(self, message: WriteAdapter) -> AdapterDigest:
+        """Write the adapter that training starts from. Raises RequestError for one that does not fit."""
         started = time.perf_counter()
         distributed.broadcast(message)
-        if isinstance(message, BeginAgain):
-            with contextlib.ExitStack() as stack:
-                directory = message.adapter and Path(message.adapter)
-                adapter = stack.enter_context(distributed.broadcast_directory(directory)) if directory else None
+        if message.seed is not None:
+            given = message.adapter
+            with distributed.broadcast_directory(Path(given)) if given else contextlib.nullcontext() as adapter:
                 self.learner.training.begin_again(message.seed, adapter)
             self._made = None
             self.past_adapters.clear()

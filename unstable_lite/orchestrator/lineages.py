@@ -67,7 +67,7 @@ class Lineages:
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
         parts.evict_if_needed()
         async with parts.colocation.learner():
-            digest = await policy.learner.begin_again(version, parts.store, seed, self._start(rule))
+            digest = await policy.learner.write_adapter(version, parts.store, seed, self._start(rule))
         await parts.adapter_sync.sync(version, digest)
         policy.lineage, policy.began = policy.lineage + 1, policy.updates
         policy.points.clear()
