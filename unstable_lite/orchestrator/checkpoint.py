@@ -217,6 +217,7 @@ class CheckpointSaver:
         for policy in parts.policies.values():
             await policy.learner.load(checkpoint.directory / policy.name)
             canary = await sync_unchanged(parts, policy, policy.version)
+        for policy in parts.policies.values():
             await policy.pool.resume()
         replace_config(parts.directory, parts.plan.config, self._progress.updates)  # only now: all of the state fits
         return canary
@@ -283,8 +284,8 @@ class CheckpointSaver:
             waiting += policy.buffer.contents()
 
         async def save_learners(directory: Path) -> None:
-            for policy in policies.values():
-                await policy.learner.save(directory / policy.name)
+            # All begin before the next update, which would replace their states.
+            await asyncio.gather(*(policy.learner.save(directory / policy.name) for policy in policies.values()))
 
         return save_checkpoint(parts.directory / "checkpoints", progress.updates, state, waiting, save_learners)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,14 @@ class Evaluations:
         if parts.plan.config.run.exact_every is None:
             return
         records = read_records(parts.directory / "metrics.jsonl") if parts.resume_from is not None else ()
-        logged = {name for line in records if line["step"] == update for name in line}
+        logged, times = set[str](), Counter[str]()
+        for line in records:
+            times.update(line.keys())
+            logged.update(line if line["step"] == update else ())
         for policy in parts.policies.values():
-            exact = await parts.exact.metrics(policy, logged)
+            # Of a policy that did not make the newest update, they may be at the step of an earlier one.
+            num_due = policy.updates // parts.plan.config.run.exact_every + 1
+            exact = await parts.exact.metrics(policy, logged | {name for name in times if times[name] >= num_due})
             parts.tracker.log(update, of_policy(policy.name, exact))
             parts.health.check_exploitability(exact, policy.name)
 

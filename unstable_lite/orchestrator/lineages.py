@@ -65,7 +65,7 @@ class Lineages:
         if rule.keeps:
             await self._keep(last)
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
-        parts.evict_if_needed()
+        policy.make_room(parts.policies.values())
         async with parts.colocation.learner():
             digest = await policy.learner.begin_again(version, parts.store, seed, self._start(rule))
         await parts.adapter_sync.sync(version, digest)

@@ -56,7 +56,7 @@ class Progress:
     @property
     def next_to_learn(self) -> TrainedPolicy:
         """Policy whose number of updates is the furthest behind its share; the first one of equals."""
-        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 1) / policy.share)
+        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / policy.share)
 
     @property
     def is_over(self) -> bool:
