@@ -198,17 +198,11 @@ class CheckpointSaver:
 
     def _stateful(self) -> dict[str, Any]:
         """Return the parts that have a state, by their keys in a checkpoint, in the order in which they load it."""
-        parts, policies = self._parts, self._parts.policies.values()
-        return {
-            "registry": parts.registry,
-            "scheduler": parts.scheduler,
-            **{uid_of(policy.name, "buffer"): policy.buffer for policy in policies},
-            "adapter_sync": parts.adapter_sync,
-            "collector": parts.collector,
-            **{uid_of(policy.name, "pool"): policy.pool for policy in policies},
-            "health": parts.health,
-            "seats": parts.collector.seats,
-        }
+        names = ("registry", "scheduler", "adapter_sync", "collector", "health")
+        stateful = {name: getattr(self._parts, name) for name in names} | {"seats": self._parts.collector.seats}
+        for name, policy in self._parts.policies.items():
+            stateful |= {uid_of(name, "buffer"): policy.buffer, uid_of(name, "pool"): policy.pool}
+        return stateful
 
     async def resume(self, checkpoint: Checkpoint) -> dict[str, float]:
         """Restore the state of `checkpoint` in every process; return the canary's metrics."""

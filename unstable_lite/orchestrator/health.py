@@ -130,8 +130,7 @@ class TrainingHealth:
         self.check_skipped(0, policy=policy)
         self._judge([*readings_of(metrics), *self._entropy_rise(metrics, policy)], policy)
         self.check_exploitability(metrics, policy)
-        self._judge(self._readings_of_games(policy))
-        self._judge([*self._early_ends(), *self._env_starvation(policy)])
+        self._judge([*self._readings_of_games(policy), *self._early_ends(), *self._env_starvation(policy)])
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_exploitability(self, metrics: Mapping[str, float], policy: str = "") -> None:
@@ -148,7 +147,7 @@ class TrainingHealth:
         self._judge([*self._compared(evaluation), *self._early_ends()])
 
     def forget(self, policy: str) -> None:
-        """Compare the next results of a policy that begins again with none before."""
+        """Forget the earlier results of a policy that begins again."""
         for memory in (self._contests, self._first_entropy, self._least_exploitable):
             for subject in [subject for subject in memory if subject == policy or subject.startswith(f"{policy}: ")]:
                 del memory[subject]

@@ -202,9 +202,9 @@ class RunParts:
     ) -> None:
         """Make the parts between games, engines and learner, which are up."""
         config, directory, alarm = self.plan.config, self.directory, self.alarm
-        engines, (learner, *others) = self.workers.engines, self.workers.learners.values()
+        engines, learners = self.workers.engines, [*self.workers.learners.values()]
         prompts, tolerance = canary_prompts(config, templates), config.learner.canary_tolerance
-        canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm, others)
+        canaries = CanaryChecks(engines, learners, self.table, prompts, tolerance, alarm)
         self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
         buffers = {name: policy.buffer for name, policy in self.policies.items()}
         self.health = TrainingHealth(config, directory, buffers, self.tracker, self.terminal.say, self.stop)
