@@ -231,7 +231,9 @@ class AdapterTable:
     def describe(self, id: int) -> str:
         """Return a readable name of an adapter, or of the base."""
         origin = self.origin(id)
-        return "the base model" if id == 0 else f"adapter {id}" + f" ({origin.name})" * (origin.kind == "file")
+        policy, number = divmod(id, IDS_OF_POLICY) if id < FIRST_FROZEN_VERSION else (0, id)
+        of = f" of policy number {policy + 1}" * bool(policy) + f" ({origin.name})" * (origin.kind == "file")
+        return f"adapter {number}{of}" if id else "the base model"
 
     def weights_of(self, id: int) -> Weights:
         return self.weights[self.origin(id)]

@@ -257,7 +257,7 @@ def plan_game(
 def _newest_of(word: str) -> str:
     """Return the path of a run's newest or named checkpoint, which has a short name; any other word unchanged."""
     is_run = parse_player(word).kind == "run" or (Path(word) / "checkpoints").is_dir()
-    return str(find_models([word])[-1].path) if is_run else word
+    return str(find_models([f"run:{word}/newest" if Path(word).is_dir() else word])[-1].path) if is_run else word
 
 
 async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:

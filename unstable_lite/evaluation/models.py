@@ -141,6 +141,8 @@ def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
     Raises ConfigError for an adapter that cannot be found or read.
     """
     player = parse_player(name)
+    if player.kind == "policy":
+        raise ConfigError(f"{name!r} learns in a run; name its saved adapter: run:DIRECTORY/newest/{player.rest}")
     if player.kind == "base":
         return BASE_MODEL
     if player.kind == "average":

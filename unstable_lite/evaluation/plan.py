@@ -17,7 +17,14 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, content_file, is_built_in, is_judged
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature, evaluated_against
+from unstable_lite.config.games import (
+    EvalEnvSpec,
+    LeagueConfig,
+    TrainEnvSpec,
+    eval_temperature,
+    evaluated_against,
+    parse_player,
+)
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel, check_base, find_run, find_sides, opponent
@@ -166,7 +173,8 @@ def plan_evaluation(
             raise ConfigError("none of the models is in a run directory: name base and envs with --config")
         config = run_config(run, overrides, trusts_config)
     given = checked_config(config, overrides)
-    specs = _env_specs(given, envs)
+    run = run or find_run([str(config)])
+    specs = [_against_saved(spec, run) for spec in _env_specs(given, envs)]
     if temperature is not None:
         try:
             specs = [spec.changed(temperature=eval_temperature(temperature)) for spec in specs]
@@ -181,8 +189,14 @@ def plan_evaluation(
     cells = list({cell.key: cell for cell in cells}.values())  # of envs that differ only in another opponent, one
     plan = _engine_plan(given, cells)
     in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
-    run = run or find_run([str(config)])
     return EvaluationPlan(plan=plan, cells=tuple(cells), is_ladder=ladder, run=run)
+
+
+def _against_saved(spec: EvalEnvSpec, run: Path | None) -> EvalEnvSpec:
+    """Return the eval env with the newest saved adapter of its run in place of a policy that learns."""
+    player = parse_player(spec.fixed_opponent)
+    is_saved = player.kind == "policy" and run is not None
+    return spec.changed(fixed_opponent=f"run:{run}/newest/{player.rest}") if is_saved else spec
 
 
 def make_cells(

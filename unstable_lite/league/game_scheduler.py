@@ -5,6 +5,7 @@ Hands out a GameSpec and takes back a GameRecord. Knows nothing of engines, prom
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,6 +28,8 @@ from unstable_lite.types import AgentSpec, GameKind, GameRecord, GameSpec, Model
 
 DRAWS = 20
 """Most opponents drawn for one seat until one can play, and most games drawn until one is kept by its steps."""
+ENV_DRAWS = 1000
+"""Most envs drawn for one game until one has a seat for a policy that lacks steps."""
 GAMES = 256
 """Number of games in the running mean of the steps of a kind of game."""
 
@@ -82,6 +85,8 @@ class GameScheduler:
         the number of all seats that it met; only if several policies learn."""
         self._in_flight: set[int] = set()
         """Numbers of the games that are not over."""
+        self._eval_turn = -1
+        """Number of the policy in whose turn an evaluation beside training was drawn, counted on."""
         self._eval_games_of: Counter[str] = Counter()
         """Number of games by model, env and label, from which the next game's seat follows."""
 
@@ -108,12 +113,15 @@ class GameScheduler:
         can_play = cache(can_play)  # one answer for all seats of a game, because only one game may try a paused model
         wanting = list(self._samplers) if wanting is None else wanting
         for _ in range(DRAWS):
-            env, models = self._draw(can_play, wanting)
+            policy, env, models = self._draw(can_play, wanting)
             # If a sampled opponent is a current policy itself, its turns are trained on too.
-            trained = [pid for pid, model in enumerate(models) if model.policy in wanting and self._is_current(model)]
-            if env.seats is None:
-                own = wanting[0]
-                trained = [pid for pid in trained if models[pid].policy == own or self._lacks(models[pid].policy, own)]
+            trained = [
+                pid
+                for pid, model in enumerate(models)
+                if model.policy in wanting
+                and self._is_current(model)
+                and (policy in (None, model.policy) or self._lacks(model.policy, policy))
+            ]
             opponents = [model for pid, model in enumerate(models) if pid not in trained]
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
@@ -136,18 +144,29 @@ class GameScheduler:
 
     def _draw(
         self, can_play: Callable[[ModelRef], bool], wanting: Sequence[str]
-    ) -> tuple[TrainEnvSpec, list[ModelRef]]:
-        """Return an env and the models at its seats."""
-        env = self._env_sampler.sample("train")
-        for _ in range(DRAWS):
+    ) -> tuple[str | None, TrainEnvSpec, list[ModelRef]]:
+        """Return the policy that a game is for, None with `seats`, the env and the models at its seats."""
+        for _ in range(ENV_DRAWS):
+            env = self._env_sampler.sample("train")
             if env.seats is None or not set(env.seats).isdisjoint(wanting):
                 break
-            env = self._env_sampler.sample("train")
+        else:
+            raise OpponentError(f"no env that was drawn has a seat for {', '.join(wanting)}")
         if env.seats is not None:
-            return env, [self._samplers[name].registry.current for name in env.seats]
-        policy, pids = wanting[0], list(range(env.num_players))
-        sampler = self._samplers[policy]
+            return None, env, [self._samplers[name].registry.current for name in env.seats]
+        pids = list(range(env.num_players))
         self._rng.shuffle(pids)
+        *others, last = wanting
+        for policy in others:
+            with contextlib.suppress(OpponentError):
+                return policy, env, self._seated(policy, env, pids, can_play)
+        return last, env, self._seated(last, env, pids, can_play)
+
+    def _seated(
+        self, policy: str, env: TrainEnvSpec, pids: Sequence[int], can_play: Callable[[ModelRef], bool]
+    ) -> list[ModelRef]:
+        """Return the models of a game for a policy, which sits at the first of `pids`. Raises OpponentError."""
+        sampler = self._samplers[policy]
         models = [sampler.registry.current] * env.num_players
 
         def is_met_enough(model: ModelRef) -> bool:
@@ -155,7 +174,7 @@ class GameScheduler:
 
         for pid in pids[env.num_actors :]:
             models[pid] = _sample_opponent(sampler, env.env_id, can_play, is_met_enough)
-        return env, models
+        return models
 
     def _is_kept(self, kind: str) -> bool:
         """Return at random whether to play a drawn game, with a probability inverse to the steps that it brings.
@@ -174,7 +193,7 @@ class GameScheduler:
 
         If groups rotate, they are one deal, and the models sit one seat further in each game.
         """
-        first = self.next_train_job(can_play, wanting)
+        first = self.next_train_job(can_play, *([] if wanting is None else [wanting]))  # a subclass may know one policy
         group = [first if self._group_size == 1 else replace(first, group_idx=first.game_idx)]
         for number in range(1, self._group_size):
             agents, n = first.agent_specs, first.num_players
@@ -201,7 +220,8 @@ class GameScheduler:
         `number`: number of the game within an evaluation with a quota. It determines seat and seed, each seed is played
         from every seat, and all evaluations of an env play the same seeds, so that they can be compared in pairs.
         """
-        policy = [*self._samplers][self._games["eval"] % len(self._samplers)]
+        self._eval_turn += 1
+        policy = [*self._samplers][self._eval_turn % len(self._samplers)]
         env = spec or self._sample_eval_env(can_play, policy)
         subject = uid_of(policy, "current") if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.opponent} {label}"

@@ -15,7 +15,7 @@ from dataclasses import fields
 from itertools import combinations
 from operator import eq
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import trueskill
@@ -27,9 +27,6 @@ from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import ModelMeta, Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
 from unstable_lite.types import BASE, INITIAL, ModelRef
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
@@ -162,7 +159,7 @@ class ModelRegistry:
     def eval_opponent(self, name: str) -> ModelRef:
         """Return the fixed model of that name: rated in evaluations, never sampled; or a policy's current checkpoint.
 
-        The latter has the name, too, by which it differs from the policy that is evaluated.
+        A policy's checkpoint gets this name, which distinguishes it from the evaluated policy.
         """
         player = parse_player(name)
         if player.kind != "policy":
@@ -361,7 +358,7 @@ class ModelRegistry:
                 self._models[uid].ratings[env_id] = rating
 
 
-def _replace(old: dict[K, V], new: Mapping[K, V]) -> None:
+def _replace(old: dict[Any, Any], new: Mapping[Any, Any]) -> None:
     old.clear()
     old.update(new)
 

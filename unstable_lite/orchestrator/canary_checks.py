@@ -76,18 +76,17 @@ class CanaryChecks:
     def __init__(
         self,
         engines: EnginePool,
-        learner: LearnerClient,
+        learners: Sequence[LearnerClient],
         table: AdapterTable,
         prompts: Sequence[str],
         tolerance: float,
         alarm: Callable[[str], None],
-        others: Sequence[LearnerClient] = (),
     ) -> None:
-        """`others`: the learner's clients of the other policies, in the order of their numbers."""
+        """`learners`: of each policy, in the order of their numbers."""
         self.num_doubts = 0
         """Number of checks that ended without a verdict."""
         self._engines = engines
-        self._learners = [learner, *others]
+        self._learners = learners
         self._table = table
         self._prompts = prompts
         self._asked = list(prompts)

@@ -198,17 +198,11 @@ class CheckpointSaver:
 
     def _stateful(self) -> dict[str, Any]:
         """Return the parts that have a state, by their keys in a checkpoint, in the order in which they load it."""
-        parts, policies = self._parts, self._parts.policies.values()
-        return {
-            "registry": parts.registry,
-            "scheduler": parts.scheduler,
-            **{uid_of(policy.name, "buffer"): policy.buffer for policy in policies},
-            "adapter_sync": parts.adapter_sync,
-            "collector": parts.collector,
-            **{uid_of(policy.name, "pool"): policy.pool for policy in policies},
-            "health": parts.health,
-            "seats": parts.collector.seats,
-        }
+        names = ("registry", "scheduler", "adapter_sync", "collector", "health")
+        stateful = {name: getattr(self._parts, name) for name in names} | {"seats": self._parts.collector.seats}
+        for name, policy in self._parts.policies.items():
+            stateful |= {uid_of(name, "buffer"): policy.buffer, uid_of(name, "pool"): policy.pool}
+        return stateful
 
     async def resume(self, checkpoint: Checkpoint) -> dict[str, float]:
         """Restore the state of `checkpoint` in every process; return the canary's metrics."""
@@ -217,6 +211,7 @@ class CheckpointSaver:
         for policy in parts.policies.values():
             await policy.learner.load(checkpoint.directory / policy.name)
             canary = await sync_unchanged(parts, policy, policy.version)
+        for policy in parts.policies.values():
             await policy.pool.resume()
         replace_config(parts.directory, parts.plan.config, self._progress.updates)  # only now: all of the state fits
         return canary
@@ -283,8 +278,8 @@ class CheckpointSaver:
             waiting += policy.buffer.contents()
 
         async def save_learners(directory: Path) -> None:
-            for policy in policies.values():
-                await policy.learner.save(directory / policy.name)
+            # All begin before the next update, which would replace their states.
+            await asyncio.gather(*(policy.learner.save(directory / policy.name) for policy in policies.values()))
 
         return save_checkpoint(parts.directory / "checkpoints", progress.updates, state, waiting, save_learners)
 

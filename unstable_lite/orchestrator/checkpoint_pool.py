@@ -14,7 +14,7 @@ import asyncio
 import logging
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,13 @@ class CheckpointPool:
         adapter_sync: AdapterSync,
         directory: Path,
         alarm: Callable[[str], None],
-        first_returned: int = FIRST_RETURNED_VERSION,
+        policy: str = "",
+        number: int = 0,
     ) -> None:
-        """Create a pool of the checkpoints of the policy whose view `registry` is.
+        """Create the pool of a policy, whose view `registry` is.
 
-        size: limit on active checkpoints, the current one included. directory: of the copies on disk. first_returned:
-        first id of adapters that return.
+        size: limit on active checkpoints, the current one included. directory: of the copies on disk, by uid. number:
+        index of the policy in the config.
         """
         self.num_returned = 0
         """Number of checkpoints that returned."""
@@ -78,7 +79,10 @@ class CheckpointPool:
         """Uids that had a copy when the checkpoint began that is being written."""
         self._to_store: deque[tuple[str, int]] = deque()
         """Uid and version of checkpoints that have a pin and need a copy."""
-        self._next_version = first_returned
+        self._next_version = FIRST_RETURNED_VERSION + number * IDS_OF_POLICY
+        self._policy = policy
+        self._kept: Mapping[str, None] = getattr(registry, "population", {})
+        """Uids of the population."""
         self._admitted: asyncio.Queue[None] = asyncio.Queue()
         """An entry for each new policy whose work is not done."""
 
@@ -134,8 +138,8 @@ class CheckpointPool:
         """
         num_returned, stored = self.num_returned, self._stored()
         self._needed.append(set(stored))
-        for path in self._directory.glob("*"):
-            if path not in map(self._place, stored):
+        for path in (self._directory / self._policy).glob("*"):
+            if path not in [self._directory / uid for uid in stored]:
                 shutil.rmtree(path)
         current = self._registry.current
         if current.adapter_version:
@@ -166,11 +170,7 @@ class CheckpointPool:
 
     def _stored(self) -> dict[str, Origin]:
         """Return the origins of the policy's adapters that can return, by uid."""
-        policy = self._registry.policy
-        return {uid: origin for uid, origin in self._table.stored().items() if policy_of(uid) == policy}
-
-    def _place(self, uid: str) -> Path:
-        return self._directory / uid.rpartition("/")[2]
+        return {uid: origin for uid, origin in self._table.stored().items() if policy_of(uid) == self._policy}
 
     def _others(self) -> list[ModelMeta]:
         """Return the active checkpoints except the current policy."""
@@ -180,10 +180,10 @@ class CheckpointPool:
     def _is_kept(self, uid: str) -> bool:
         update, every = self._registry.get(uid).iteration or 0, self._config.keep_every
         is_of_config = update in self._config.keep_checkpoints or (every is not None and update % every == 0)
-        return is_of_config or uid in self._registry.population
+        return is_of_config or uid in self._kept
 
     def _is_candidate(self, meta: ModelMeta) -> bool:
-        if meta.uid in self._registry.population:
+        if meta.uid in self._kept:
             return True
         least, most = self._config.opponent_lag
         lag = self._registry.lag(meta.uid)
@@ -199,7 +199,7 @@ class CheckpointPool:
                 metas.sort(key=lambda meta: -registry.match_quality(current, meta.uid))
             case "nearest-rating":
                 metas.sort(key=lambda meta: abs(meta.rating.mu - mu))
-        return sorted(metas, key=lambda meta: meta.uid not in registry.population)
+        return sorted(metas, key=lambda meta: meta.uid not in self._kept)
 
     def _trim(self) -> None:
         """Let surplus checkpoints leave. If none is a candidate yet, the oldest stays, because it is not the policy."""
@@ -217,8 +217,8 @@ class CheckpointPool:
     async def _rotate(self) -> None:
         """Reload checkpoints that are wanted more than the active ones, best first, as far as there are slots."""
         for _ in range(self._size - 1):
-            models, policy = self._registry.get_all_models().values(), self._registry.policy
-            known = [meta for meta in models if meta.kind == "checkpoint" and meta.policy == policy]
+            models = self._registry.get_all_models().values()
+            known = [meta for meta in models if meta.kind == "checkpoint" and policy_of(meta.uid) == self._policy]
             candidates = [meta for meta in known if self._is_candidate(meta) and self._can_play(meta)]
             absent = [meta for meta in self._ranked(candidates)[: self._size - 1] if not meta.active]
             if not absent or not await self._return(absent[0], self._next_version):
@@ -240,7 +240,7 @@ class CheckpointPool:
         origin = self._stored()[uid]
         table.reserve(id, origin)
         try:
-            await _in_thread(shutil.copytree, self._place(uid), self._store.path(id))
+            await _in_thread(shutil.copytree, self._directory / uid, self._store.path(id))
             await self._adapter_sync.reload(id)
         except (OSError, RequestError) as error:
             self._alarm(f"{uid} cannot return as an opponent: {error}")
@@ -261,7 +261,7 @@ class CheckpointPool:
             self._to_store.append((uid, version))
 
     async def _copy_to_disk(self, uid: str, version: int) -> None:
-        place = self._place(uid)
+        place = self._directory / uid
         partial = place.with_name(f".{place.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -277,7 +277,7 @@ class CheckpointPool:
     async def _remove_unneeded(self) -> None:
         for uid in self._left.difference(self._saving, *self._needed):
             self._left.discard(uid)
-            await _in_thread(shutil.rmtree, self._place(uid), True)
+            await _in_thread(shutil.rmtree, self._directory / uid, True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,6 +332,11 @@ class TrainedPolicy:
         self.updates = state["updates"]
         self.lineage, self.began = state.get("lineage", 1), state.get("began", 0)
         self.points.extend(state.get("points", ()))
+
+    def make_room(self, policies: Iterable[TrainedPolicy]) -> None:
+        """Let an opponent leave, one of its own if possible, if its next adapter would have to wait for a slot."""
+        for policy in (self, *policies):
+            policy.pool.evict_if_needed()
 
     def admit(self, version: int) -> None:
         """Let games use the adapter of an update, which every engine holds."""

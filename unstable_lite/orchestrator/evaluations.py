@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -62,12 +63,10 @@ class Evaluations:
         with contextlib.ExitStack() as leases:  # between two envs a policy may change
             for model in models.values():
                 leases.enter_context(parts.table.leased(model.adapter_version or 0))
-            for env in config.eval_envs:
-                for name, model in models.items():
-                    is_itself = bool(name) and env.fixed_opponent == f"policy:{name}"
-                    if is_itself or (env.env_id, env.opponent, *filter(None, [name])) in known:
-                        continue
-                    if not await self._evaluate_on(env, model, update, label):
+            for name, model in models.items():
+                for env in config.of_policy(name).eval_envs:
+                    cell = env.env_id, env.opponent, *filter(None, [name])
+                    if cell not in known and not await self._evaluate_on(env, model, update, label):
                         return
 
     async def evaluate_exactly(self) -> None:
@@ -76,9 +75,14 @@ class Evaluations:
         if parts.plan.config.run.exact_every is None:
             return
         records = read_records(parts.directory / "metrics.jsonl") if parts.resume_from is not None else ()
-        logged = {name for line in records if line["step"] == update for name in line}
+        logged, times = set[str](), Counter[str]()
+        for line in records:
+            times.update(line.keys())
+            logged.update(line if line["step"] == update else ())
         for policy in parts.policies.values():
-            exact = await parts.exact.metrics(policy, logged)
+            # Of a policy that did not make the newest update, they may be at the step of an earlier one.
+            num_due = policy.updates // parts.plan.config.run.exact_every + 1
+            exact = await parts.exact.metrics(policy, logged | {name for name in times if times[name] >= num_due})
             parts.tracker.log(update, of_policy(policy.name, exact))
             parts.health.check_exploitability(exact, policy.name)
 
@@ -132,12 +136,7 @@ class Evaluations:
 
 def evaluated_cells(config: Config) -> list[tuple[str, ...]]:
     """Return env and opponent of each evaluation with a quota, and the policy's name if the run has several."""
-    return [
-        (*cell, *filter(None, [name]))
-        for name in config.shares
-        for cell in config.eval_cells
-        if not name or cell[1] != f"policy:{name}"
-    ]
+    return [(*cell, *filter(None, [name])) for name in config.shares for cell in config.of_policy(name).eval_cells]
 
 
 def evaluated_cell(line: Mapping[str, Any]) -> tuple[str, ...]:

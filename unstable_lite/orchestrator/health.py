@@ -130,8 +130,7 @@ class TrainingHealth:
         self.check_skipped(0, policy=policy)
         self._judge([*readings_of(metrics), *self._entropy_rise(metrics, policy)], policy)
         self.check_exploitability(metrics, policy)
-        self._judge(self._readings_of_games(policy))
-        self._judge([*self._early_ends(), *self._env_starvation()])
+        self._judge([*self._readings_of_games(policy), *self._early_ends(), *self._env_starvation(policy)])
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_exploitability(self, metrics: Mapping[str, float], policy: str = "") -> None:
@@ -148,7 +147,7 @@ class TrainingHealth:
         self._judge([*self._compared(evaluation), *self._early_ends()])
 
     def forget(self, policy: str) -> None:
-        """Compare the next results of a policy that begins again with none before."""
+        """Forget the earlier results of a policy that begins again."""
         for memory in (self._contests, self._first_entropy, self._least_exploitable):
             for subject in [subject for subject in memory if subject == policy or subject.startswith(f"{policy}: ")]:
                 del memory[subject]
@@ -329,9 +328,9 @@ class TrainingHealth:
         )
         return Reading(alarm="starved", value=seconds, n=ended, detail=detail, policy=policy)
 
-    def _env_starvation(self) -> Iterator[Reading]:
-        """Yield for how long each policy's games of each env have ended without a step of it being trained on."""
-        for policy, env_id in product(self._buffers, [env.env_id for env in self._config.train_envs]):
+    def _env_starvation(self, policy: str) -> Iterator[Reading]:
+        """Yield for how long a policy's games of each env have ended without a step of it being trained on."""
+        for env_id in [env.env_id for env in self._config.train_envs]:
             of_env = [counts for (name, _), counts in self._buffers[policy].counts.items() if name == env_id]
             played, trained, dropped = (sum(counts[fate] for counts in of_env) for fate in FATES)
             wait = self._waits[policy, env_id]

@@ -40,7 +40,7 @@ class Lineages:
 
     def add_record(self, record: GameRecord) -> None:
         """Count the points of lineages in a training game."""
-        if record.spec.kind != "train" or record.end == "void" or record.spec.start is not None:
+        if not self._rules or record.spec.kind != "train" or record.end == "void" or record.spec.start is not None:
             return
         population = self._parts.registry.population
         for agent in record.spec.agent_specs:
@@ -54,18 +54,19 @@ class Lineages:
                 if len(policy.points) > rule.games:
                     policy.points.popleft()
 
-    async def restart_if_due(self, policy: TrainedPolicy) -> None:
-        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update."""
+    async def restart_if_due(self, policy: TrainedPolicy, is_over: bool) -> None:
+        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update.
+
+        is_over: whether that was the run's last update, after which no lineage begins.
+        """
         rule, parts = self._rules.get(policy.name), self._parts
-        updates = sum(each.updates for each in parts.policies.values())
-        is_last = updates >= parts.plan.config.run.learning_steps
-        if rule is None or is_last or (reason := _reason(policy, rule)) is None:
+        if rule is None or is_over or (reason := _reason(policy, rule)) is None:
             return
         version, last = policy.next_version, policy.registry.current.uid
         if rule.keeps:
             await self._keep(last)
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
-        parts.evict_if_needed()
+        policy.make_room(parts.policies.values())
         async with parts.colocation.learner():
             digest = await policy.learner.write_adapter(version, parts.store, seed, self._start(rule))
         await parts.adapter_sync.sync(version, digest)

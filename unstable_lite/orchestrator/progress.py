@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -56,7 +55,7 @@ class Progress:
     @property
     def next_to_learn(self) -> TrainedPolicy:
         """Policy whose number of updates is the furthest behind its share; the first one of equals."""
-        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 1) / policy.share)
+        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / policy.share)
 
     @property
     def is_over(self) -> bool:
@@ -107,16 +106,16 @@ class Progress:
             **parts.watchdog.metrics(),
         }
         retries, size = "learner/oom_retries", "learner/max_tokens_per_micro_batch"
-        latest = partial(self._latest, policy)
+        old = {name: tracker.latest.get(uid_of(policy.name, name)) for name in (retries, size, "buffer/filled")}
         # Not for an attempt to grow again that ended at the size before.
-        if metrics[size] < latest(size, math.inf) and metrics[retries] > latest(retries, 0.0):
+        if metrics[size] < (old[size] or math.inf) and metrics[retries] > (old[retries] or 0.0):
             parts.alarm(
                 "the learner ran out of memory and did the update again; a micro-batch now has at most "
                 f"{metrics[size]:.0f} tokens"
             )
         metrics |= await parts.exact.metrics(policy)  # after the metrics of the update's own sleep
         metrics |= parts.health.check_update(self.updates, metrics, policy.name)
-        if (filled := metrics.get("buffer/filled", 0)) and not latest("buffer/filled", 0.0):
+        if (filled := metrics.get("buffer/filled", 0)) and not old["buffer/filled"]:
             parts.terminal.say(
                 f"update {self.updates}: {filled:.0f} steps of its batch have results that are all alike, because "
                 f"{MOST_JUDGED} batches of steps brought too few others (rewards.reject_zero_signal, buffer/filled)"
@@ -126,9 +125,6 @@ class Progress:
         tracker.end_evaluations(still_playing={*current, *+parts.collector.evaluating})
         status = "  ".join([*self._reward(), self._pace(), *self._ended_early()]) + parts.health.status()
         parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, status)
-
-    def _latest(self, policy: TrainedPolicy, name: str, default: float) -> float:
-        return self._parts.tracker.latest.get(uid_of(policy.name, name), default)
 
     def _engine_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -171,9 +167,6 @@ class Progress:
             "league/active_checkpoints": len(policy.registry.checkpoints()),
             "league/returned_checkpoints": policy.pool.num_returned,
             "league/waits_for_adapter_slot": parts.adapter_sync.num_waits,
-            **(
-                {"league/lineage": policy.lineage, "league/kept": len(parts.registry.population)} if policy.name else {}
-            ),
             "trueskill/current mu": current.rating.mu,
             "trueskill/current sigma": current.rating.sigma,
         }

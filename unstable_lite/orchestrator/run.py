@@ -29,6 +29,7 @@ from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.orchestrator.wiring import RunParts, check_parts
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.printable import visible
+from unstable_lite.rollout.back_pressure import CountsByLength
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.tracking.displayed_metrics import Totals
@@ -237,7 +238,7 @@ class Run:
             collapsed=tuple(parts.health.collapsed()),
             stopped_by=parts.health.stopped_by,
             played_steps=sum(counts["played"] for buffer in buffers for counts in buffer.counts.values()),
-            most_dropped=next(filter(None, (buffer.counts.most_dropped() for buffer in buffers)), None),
+            most_dropped=CountsByLength.of(row for one in buffers for row in one.counts.state_dict()).most_dropped(),
             ended_early=tuple(parts.tracker.ended_early()),
             results=tuple(parts.results()),
         )

@@ -84,7 +84,7 @@ class TrainLoop:
             batch = await unless_set(policy.next_batch(), parts.stop, parts.health.asks_for_pause)
         if batch is None:
             return False
-        parts.evict_if_needed()
+        policy.make_room(parts.policies.values())
         takes_turns = bool(parts.colocation.engines)
         async with parts.colocation.learner():
             updated = await policy.learner.update(batch, version, parts.store, saves_at_once=takes_turns)
@@ -99,7 +99,7 @@ class TrainLoop:
             policy.admit(version)
             parts.collector.tell_new_checkpoint()
         await self.progress.report(policy, batch, updated, metrics)
-        await parts.lineages.restart_if_due(policy)
+        await parts.lineages.restart_if_due(policy, self.progress.is_over)
         return True
 
     async def _start(self) -> None:

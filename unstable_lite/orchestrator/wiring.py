@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from unstable_lite import plugins
 from unstable_lite.adapters.store import AdapterStore
-from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable
+from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.engines.base import ENGINE_STALL_S
@@ -40,7 +40,6 @@ from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks, canary_prompts
 from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import (
-    FIRST_RETURNED_VERSION,
     CheckpointPool,
     TrainedPolicy,
     keep_frozen,
@@ -117,11 +116,7 @@ class RunParts:
 
     def alarm(self, text: str) -> None:
         """Report an alarm of the current update."""
-        self.tracker.alarm(self.registry.get(self.registry.get_current_ckpt()).iteration or 0, text)
-
-    def evict_if_needed(self) -> None:
-        for policy in self.policies.values():
-            policy.pool.evict_if_needed()
+        self.tracker.alarm(sum(policy.updates for policy in self.policies.values()), text)
 
     def results(self) -> list[ResultRow]:
         """Return the result rows so far, opponents in the order of the config."""
@@ -207,9 +202,9 @@ class RunParts:
     ) -> None:
         """Make the parts between games, engines and learner, which are up."""
         config, directory, alarm = self.plan.config, self.directory, self.alarm
-        engines, (learner, *others) = self.workers.engines, self.workers.learners.values()
+        engines, learners = self.workers.engines, [*self.workers.learners.values()]
         prompts, tolerance = canary_prompts(config, templates), config.learner.canary_tolerance
-        canaries = CanaryChecks(engines, learner, self.table, prompts, tolerance, alarm, others)
+        canaries = CanaryChecks(engines, learners, self.table, prompts, tolerance, alarm)
         self.adapter_sync = AdapterSync(engines, self.store, self.table, canaries)
         buffers = {name: policy.buffer for name, policy in self.policies.items()}
         self.health = TrainingHealth(config, directory, buffers, self.tracker, self.terminal.say, self.stop)
@@ -243,9 +238,10 @@ class RunParts:
                 self.table,
                 self.store,
                 self.adapter_sync,
-                self.directory / "adapters" / policy.name,
+                self.directory / "adapters",
                 self.alarm,
-                FIRST_RETURNED_VERSION + policy.number * IDS_OF_POLICY,
+                policy.name,
+                policy.number,
             )
 
     def _tracker(self, make: Callable[..., Tracker]) -> Tracker:
@@ -361,6 +357,9 @@ def check_parts(config: Config, factories: dict[str, Callable[..., Any]], parts:
             problems += plugins.interface_problems(name, part, INTERFACES[name])
         if config.policies and name in ("scheduler", "buffer"):
             problems.append(f"{name}: a run with [policies] makes one for each policy itself; leave it out")
+    log_update = getattr(factories["tracker"], "log_update", None)
+    if config.policies and log_update and "policy" not in inspect.signature(log_update).parameters:
+        problems.append("tracker: in a run with [policies], log_update needs a parameter `policy`")
     batches = getattr(parts["buffer"], "batches", config.buffer.kind)
     if batches != config.buffer.kind:
         name = type(parts["buffer"]).__name__

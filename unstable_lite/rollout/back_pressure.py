@@ -27,7 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from unstable_lite.types import GameSpec, Step
 
@@ -266,19 +266,14 @@ class InFlight:
         self.measure()
 
 
-class Bounded(Protocol):
-    @property
-    def is_full(self) -> bool: ...
-
-
 class Room:
-    """Callers that wait until a game may start, because one of several buffers, those of all policies, has room."""
+    """Callers that wait until the buffer of any policy has room for a game."""
 
-    def __init__(self, buffers: list[Bounded]) -> None:
+    def __init__(self, buffers: list[Any]) -> None:
         self.buffers = buffers
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def _is_missing(self) -> bool:
+    def _is_full(self) -> bool:
         return all(buffer.is_full for buffer in self.buffers)
 
     async def wait(self, has_game: Callable[[], bool]) -> None:
@@ -286,7 +281,7 @@ class Room:
 
         The caller must start the game before it awaits anything else.
         """
-        while self._is_missing() and not has_game():
+        while self._is_full() and not has_game():
             room = asyncio.get_running_loop().create_future()
             self._waiting.append(room)
             try:
@@ -294,9 +289,9 @@ class Room:
             except asyncio.CancelledError:
                 if room in self._waiting:
                     self._waiting.remove(room)
-                self.make()  # if this caller was woken, wake another one instead
+                self.wake_if_free()  # if this caller was woken, wake another one instead
                 raise
-            self.make()  # the next caller checks after this one has started its game
+            self.wake_if_free()  # the next caller checks after this one has started its game
 
     def wake(self, num_callers: int) -> None:
         """Make `num_callers` callers of `wait` check again."""
@@ -306,9 +301,9 @@ class Room:
                 room.set_result(None)
                 num_callers -= 1
 
-    def make(self) -> None:
+    def wake_if_free(self) -> None:
         """Wake one caller of `wait` if a game may start."""
-        if self._waiting and not self._is_missing():
+        if self._waiting and not self._is_full():
             self.wake(1)
 
 

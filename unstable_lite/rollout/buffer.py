@@ -112,7 +112,7 @@ class Buffer:
 
     @property
     def load(self) -> float:
-        """Number of steps that wait or are in flight, relative to those that the policy needs in the same time."""
+        """Number of steps that wait or are in flight, divided by the policy's share and the size of the buffer."""
         flying = self.in_flight.steps if self.in_flight is not None else 0.0
         return (self._size + self.steps_in_groups + flying) / (self.share * self.max_buffer_size)
 
@@ -137,7 +137,7 @@ class Buffer:
             self.add_player_trajectory(trajectory)
         if self.in_flight is not None:
             self.in_flight.arrive(born, num_steps)
-        self.room.make()
+        self.room.wake_if_free()
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Return whether a batch of `n` can be drawn now."""
@@ -169,7 +169,7 @@ class Buffer:
         if self.rejection is not None:
             self.rejection.clear()
         self.drained += len(steps)
-        self.room.make()
+        self.room.wake_if_free()
         return steps
 
     def contents(self) -> list[list[Step]]:
@@ -288,7 +288,7 @@ class Buffer:
         chunks = self._chunks[:num_chunks]
         del self._chunks[:num_chunks]
         self._size -= sum(map(len, chunks))
-        self.room.make()
+        self.room.wake_if_free()
         return chunks
 
     def _drop_stale(self, current_version: int) -> None:
@@ -304,7 +304,7 @@ class Buffer:
         if stale:
             self.dropped_stale += sum(map(len, stale))
             self.counts.add(chain.from_iterable(stale), "dropped")
-            self.room.make()
+            self.room.wake_if_free()
 
 
 def _version(chunk: list[Step]) -> int:
@@ -379,7 +379,7 @@ class StepBuffer(Buffer):
                 self._put([[step] for step in compare(compared, baseline, self.group_counts)])
             if self.in_flight is not None:
                 self.in_flight.arrive(group.born, self.added - before)
-        self.room.make()
+        self.room.wake_if_free()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"groups": dict(self.group_counts), "spread": self._spread.state_dict()}

@@ -267,8 +267,8 @@ class Collector:
 
         wanting: policies that learn from its steps, if they have a seat, the first ones in the first place.
         """
-        several = [wanting] * (len(self._buffers) > 1)  # a custom scheduler knows one policy
         try:
+            several = [wanting] * (len(self._buffers) > 1)  # a custom scheduler knows one policy
             group = self._scheduler.next_train_group(self.seats.can_play, *several)
         except OpponentError as error:
             now = time.monotonic()

@@ -177,11 +177,12 @@ class LeagueLog:
         An evaluation of an earlier step that ends now logs the league as it is now.
         """
         self._step = max(step, self._step)
+        is_current = getattr(registry, "is_current", lambda uid: uid == registry.get_current_ckpt())
         models = {}
         for uid in registry.touched:
             meta = registry.get(uid)
             rating = round(meta.rating.mu, 4), round(meta.rating.sigma, 4)
-            models[uid] = [*rating, meta.games, meta.active, registry.is_current(uid)]
+            models[uid] = [*rating, meta.games, meta.active, is_current(uid)]
         matches = [
             [*pair, registry.match_counts[pair], *registry.match_results.get(pair, (0, 0, 0))]
             for pair in registry.touched_pairs

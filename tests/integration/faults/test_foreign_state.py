@@ -143,7 +143,7 @@ def load_state(directory: Path) -> None:
     with contextlib.closing(tracker):
         tracker.registry = registry
         wiring.resume_tracker(tracker, checkpoint, directory)
-        canaries = CanaryChecks(nobody, nobody, table, [], 0.1, said.append)
+        canaries = CanaryChecks(nobody, [nobody], table, [], 0.1, said.append)
         adapter_sync = AdapterSync(nobody, nobody, table, canaries)
         parts: Any = SimpleNamespace(
             registry=registry,

@@ -407,13 +407,22 @@ KILLS = int(os.environ.get("UNSTABLE_LITE_KILLS", "2"))
 """Number of kills; each takes half a minute."""
 
 
+THREE = (
+    'policies.main.opponents={ mirror = 0.5, "policy:exploiter" = 0.3, population = 0.2 }',
+    'policies.exploiter.opponents={ "policy:main" = 0.7, "policy:main/past" = 0.3 }',
+    'policies.exploiter.restart={ from = "base", at_updates = 3 }',
+    'policies.third.opponents="policy:main"',
+)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600 + 60 * KILLS)
-def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
-    """The kills hit start-up, saves, evaluations and updates."""
+@pytest.mark.parametrize("policies", [(), THREE], ids=["one policy", "three policies and lineages"])
+def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path, policies: tuple[str, ...]) -> None:
+    """The kills hit start-up, saves, evaluations and updates; with three policies, workers too."""
     chance = random.Random(5)
-    small = runs.write_small(tmp_path)
-    process = runs.start_torchless("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
+    small, options = runs.write_small(tmp_path), ("run.checkpoint_every=1", "run.learning_steps=10000", *policies)
+    process = runs.start_torchless("run", small, *LEAGUE, *options)
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
     directory = runs.run_directory(tmp_path)
     for kill in range(KILLS):
@@ -421,6 +430,10 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
         children, before = runs.children_of(process), runs.num_updates(tmp_path)
         if kill % 4 != 3:  # every fourth run is killed during its start
             runs.wait_for(lambda: runs.num_updates(tmp_path) > before)  # noqa: B023
+            if policies:
+                chance.choice(children).kill()
+                runs.wait_for(lambda: runs.num_updates(tmp_path) > before + 4)  # noqa: B023
+                children = runs.children_of(process)
         try:
             process.wait(chance.uniform(0, 1))
         except runs.subprocess.TimeoutExpired:
@@ -434,7 +447,12 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
     runs.finish(process)
     steps = f"run.learning_steps={len(run_files.updates(directory)) + 2}"
     runs.output_of(runs.run_torchless("run", "--resume", directory, steps))
-    steps = [line["step"] for line in run_files.updates(directory)]
-    assert steps == list(range(1, len(steps) + 1))
+    updates = run_files.updates(directory)
+    assert [line["step"] for line in updates] == list(range(1, len(updates) + 1))
+    if policies:
+        of_main = [line["main/learner/step"] for line in updates if "main/learner/step" in line]
+        assert of_main == list(range(1, len(of_main) + 1)) and len(of_main) > len(updates) / 4
+        lineages = [line["exploiter/league/lineage"] for line in updates if "exploiter/league/lineage" in line]
+        assert lineages == [1 + n // 3 for n in range(len(lineages))]
     games = [record["game_idx"] for record in run_files.games(directory)]
     assert len(games) == len(set(games))

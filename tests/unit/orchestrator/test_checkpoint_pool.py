@@ -158,7 +158,7 @@ class League:
         self.registry = ModelRegistry()
         self.learner: Any = LocalLearner()
         self.alarms: list[str] = []
-        self.canaries = CanaryChecks(self.engines, self.learner, self.table, [PROMPT], 0.2, self.alarms.append)
+        self.canaries = CanaryChecks(self.engines, [self.learner], self.table, [PROMPT], 0.2, self.alarms.append)
         self.adapter_sync = AdapterSync(self.engines, self.store, self.table, self.canaries)
         self.disk = tmp_path / "adapters"
         config = LeagueConfig(**{"opponent_lag": (1, 1000), **league})

@@ -25,7 +25,7 @@ def policy_of(points: list[float] = (), updates: int = 10, began: int = 4) -> An
         (
             {"at_points": 0.6, "games": 100},
             [1.0] * 75 + [0.0] * 25,
-            "75.0 % of the points in 100 games (95 %: 65.7–82.5)",
+            "75.0 % of the points in 100 games (95 %: 65.5–82.6)",
         ),
         ({"at_points": 0.66, "games": 100}, [1.0] * 75 + [0.0] * 25, None),  # the lower end is 65.5 %
         ({"at_points": 0.6, "games": 100}, [1.0] * 99, None),

@@ -18,7 +18,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.ratings import ModelMeta, Teams, placed, sides_of
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
-from unstable_lite.types import ModelRef
+from unstable_lite.types import ModelRef, policy_of
 
 PRIOR_GAMES = 2
 """Imagined games of each pair of kept players, all drawn."""
@@ -289,9 +289,9 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str, teams: Teams = None) -> None:
         """Count a game, in which its newest checkpoint is the policy and every model of another team an opponent."""
-        places, own_name = placed(sides_of(uids, scores, teams)), self.registry.policy
+        places, own_name = placed(sides_of(uids, scores, teams)), getattr(self.registry, "policy", "")
         metas = [meta for uid in uids.values() if (meta := self.registry.get(uid)).kind == "checkpoint"]
-        checkpoints = [meta for meta in metas if meta.policy == own_name]
+        checkpoints = [meta for meta in metas if policy_of(meta.uid) == own_name]
         if not checkpoints:
             return
         # `initial` and `base` both have 0 updates.
