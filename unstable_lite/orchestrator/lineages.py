@@ -31,8 +31,8 @@ class Lineages:
         config = parts.plan.config
         self._parts = parts
         self._rules = {name: policy.restart for name, policy in config.policies.items() if policy.restart is not None}
-        named = policies_met(config)
-        self._named = {name: {met.removesuffix("/past") for met in named[name]} for name in self._rules}
+        met = {name: policies_met(config.of_policy(name)) for name in self._rules}
+        self._named = {name: {each.removesuffix("/past") for each in met[name]} for name in met}
         """Policies in the `opponents` of each policy with a rule."""
 
     def begin_game(self, spec: GameSpec) -> None:

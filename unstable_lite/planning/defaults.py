@@ -6,11 +6,11 @@ those added by hand included; default: those of the config.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
+from unstable_lite.config.games import is_policy
 from unstable_lite.config.training import Transformation
 from unstable_lite.league.opponents import (
     draws_population,
@@ -105,7 +105,7 @@ def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
     league, sizes = config.league, dict[str, int | None]()
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
-    drawn, is_drawn = {*chain(*policies_met(config).values())}, draws_population(config)
+    drawn, is_drawn = policies_met(config), draws_population(config)
     for name in config.shares:
         own, rule = config.of_policy(name), config.policies[name].restart if name else None
         is_kept = is_drawn and rule is not None and rule.keeps
@@ -138,10 +138,11 @@ def adapter_slots_needed(config: Config, num_frozen: int | None = None) -> int:
 def _in_transition(config: Config, pool_size: int | None) -> int:
     """Return the number of slots of a policy beside those of its active checkpoints.
 
-    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, and
-    one for the checkpoint that is evaluated while training continues.
+    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, one
+    for the checkpoint that is evaluated while training continues, and one for another policy that it is evaluated
+    against.
     """
-    return 1 + (pool_size != 1) + bool(config.run.eval_every)
+    return 1 + (pool_size != 1) + bool(config.run.eval_every) + _evaluates_policies(config)
 
 
 def _frozen(config: Config, num_frozen: int | None) -> int:
@@ -156,12 +157,17 @@ def changing_slots(config: Config, num_frozen: int | None = None) -> int:
 def holds_games(config: Config) -> bool:
     """Return whether some games hold an adapter of the run in a slot until they end.
 
-    With `adapter_policy` "turn" they are those against checkpoints and evaluation games beside training.
+    With `adapter_policy` "turn" they are those against checkpoints or another policy, and evaluation games beside
+    training.
     """
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
     plays_older = any(_plays_checkpoints(config.of_policy(name)) for name in config.shares)
-    plays_older = plays_older or any(name.endswith("/past") for name in chain(*policies_met(config).values()))
-    return config.league.adapter_policy == "game" or is_evaluated or plays_older
+    meets_policies = bool(policies_met(config)) or _evaluates_policies(config)
+    return config.league.adapter_policy == "game" or is_evaluated or plays_older or meets_policies
+
+
+def _evaluates_policies(config: Config) -> bool:
+    return any(is_policy(env.fixed_opponent) for env in config.eval_envs)
 
 
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:

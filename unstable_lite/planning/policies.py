@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import parse_player
-from unstable_lite.league.opponents import draws_population, is_policy, policies_met, strategies
+from unstable_lite.config.games import is_policy, parse_player
+from unstable_lite.league.opponents import draws_population, policies_met, strategies
 from unstable_lite.plugins import suggestion
 from unstable_lite.types import BASE, INITIAL
 
@@ -55,7 +55,7 @@ def _restart_rules(config: Config) -> Iterator[str]:
         where = f"policies.{name}.restart"
         if rule.at_points is None and rule.at_updates is None:
             yield f"{where}: no restart can happen: set at_updates, or at_points"
-        if rule.at_points is not None and not policies_met(config)[name] and not draws_population(config):
+        if rule.at_points is not None and not policies_met(config.of_policy(name)) and not draws_population(config):
             yield f"{where}.at_points counts games against policies in policies.{name}.opponents, which names none"
         if rule.start == INITIAL and config.lora.initial_lora_path is None:
             yield f"{where}.from = 'initial', but there is no lora.initial_lora_path; write 'base'"

@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_built_in
-from unstable_lite.config.games import parse_player
+from unstable_lite.config.games import is_policy, parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import AppendFile, check_links
 from unstable_lite.games.api_keys import SERVER_KEY, endpoint_url, is_in_clear, is_loopback, key_variable, url_problem
-from unstable_lite.league.opponents import is_policy, training_opponents
+from unstable_lite.league.opponents import training_opponents
 from unstable_lite.models import BUILTIN
 
 CONFIG, SEAL = "config.toml", "config.seal"

@@ -27,13 +27,7 @@ from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.displayed_metrics import Totals, of_policy
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
-from unstable_lite.tracking.windows import (
-    Collected,
-    GameWindows,
-    collect,
-    evaluated,
-    judged_by_alarms,
-)
+from unstable_lite.tracking.windows import Collected, GameWindows, collect, evaluated, judged_by_alarms
 from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs, policy_of, uid_of
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from unstable_lite.config.games import opponent_shown, parse_player
+from unstable_lite.config.games import is_policy, opponent_shown
 from unstable_lite.tracking.displayed_metrics import of_policy
 from unstable_lite.tracking.evaluations import POINTS
 from unstable_lite.types import BUDGET_SPENT, GameRecord, PlayerTrajectory, Step, Turn
@@ -111,7 +111,7 @@ def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
     if is_training:
         for policy in dict.fromkeys(own.values()) or ("",):
             yield policy, VALID, spec.env_id, float(policy not in map(own.get, record.invalid_pids))
-    if opponent is None or parse_player(opponent).kind == "policy":
+    if opponent is None or is_policy(opponent):
         return
     for pid, policy in own.items():
         if record.outcomes[pid] != "na":

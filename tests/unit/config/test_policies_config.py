@@ -83,13 +83,13 @@ def test_envs_of_a_policy_are_those_with_a_seat_for_it_and_evaluations_against_o
 @pytest.mark.parametrize(
     ("main", "exploiter", "league", "run", "sizes", "needed", "max_loras"),
     [
-        ("mirror", "policy:main", {}, {}, [1, 1], 4, 12),
-        ("mirror", "policy:main", {}, {"eval_games": 2, "eval_every": 1}, [1, 1], 6, 14),
-        ("lagged", "policy:main", {"opponent_lag": [1, 2]}, {}, [3, 1], 7, 15),
-        ("lagged", "uniform", {"opponent_lag": [1, 2]}, {}, [3, 3], 10, 17),
-        ("mirror", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 1], 7, 15),
-        ("policy:exploiter/past", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 3], 10, 16),
-        ("mirror", "policy:main/past", {"max_active_checkpoints": 2}, {}, [2, 2], 8, 16),
+        ("mirror", "policy:main", {}, {}, [1, 1], 6, 14),
+        ("mirror", "policy:main", {}, {"eval_games": 2, "eval_every": 1}, [1, 1], 8, 16),
+        ("lagged", "policy:main", {"opponent_lag": [1, 2]}, {}, [3, 1], 9, 17),
+        ("lagged", "uniform", {"opponent_lag": [1, 2]}, {}, [3, 3], 12, 19),
+        ("mirror", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 1], 9, 16),
+        ("policy:exploiter/past", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 3], 12, 18),
+        ("mirror", "policy:main/past", {"max_active_checkpoints": 2}, {}, [2, 2], 10, 18),
     ],
 )
 def test_slots_are_the_sum_over_the_policies(main, exploiter, league, run, sizes, needed, max_loras):
@@ -128,7 +128,7 @@ def test_frozen_players_count_once_and_leave_the_rest_to_the_policies(tmp_path):
 
 
 def test_games_hold_adapters_if_any_policy_meets_checkpoints():
-    for exploiter, holds in (("policy:main", False), ("policy:main/past", True), ("lagged", True)):
+    for exploiter, holds in (("mirror", False), ("policy:main", True), ("policy:main/past", True), ("lagged", True)):
         config = config_of("mirror", exploiter, league={"adapter_policy": "turn"})
         assert holds_games(config) == holds
         assert not holds_games(config.of_policy("main"))

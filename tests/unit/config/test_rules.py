@@ -201,9 +201,9 @@ REFUSED = [
     (f'{TWO}{PLAYS} = {{"policy:mian/past" = 1}}', f"{PLAYS}: there is no [policies.mian]; did you mean 'main'?"),
     (
         f'{TWO}{PLAYS} = {{"policy:main" = inf}}',
-        "policies.exploiter: opponent_sampling_strategy: write 'policy:main' wi",
+        "policies.exploiter: opponent_sampling_strategy: the weight of 'policy:main' is inf",
     ),
-    (f'{TWO}{PLAYS} = {{"policy:main" = {{weight = 1, lag = 2}}}}', "write 'policy:main' with a weight alone"),
+    (f'{TWO}{PLAYS} = {{"policy:main" = {{weight = 1, lag = 2}}}}', "opponent_sampling_strategy 'policy:main': "),
     (f'{TWO}{PLAYS} = "mirorr"', "policies.exploiter: unknown opponent_sampling_strategy 'mirorr'; did"),
     (
         'league.opponent_sampling_strategy = "policy:main"',
