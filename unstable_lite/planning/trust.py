@@ -79,7 +79,7 @@ def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (key with its sections, value, remark) for each entry that is not plain data, unknown keys included."""
     for key, value in _entries("", content):
         last, is_text = key.rpartition(".")[2], isinstance(value, str)
-        # The keys of a policy are those of the run's sections, or their like.
+        # A policy has keys of the run's sections, some under other names.
         is_data = _IS_DATA.get(re.sub(r"^policies\.\w+\.", "", key)) or _IS_DATA.get(last)
         if is_text and key in _URL_KEYS:
             if variable := _key_sent_to(value):

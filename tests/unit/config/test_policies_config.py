@@ -131,6 +131,11 @@ def test_games_hold_adapters_if_any_policy_meets_checkpoints():
     for exploiter, holds in (("mirror", False), ("policy:main", True), ("policy:main/past", True), ("lagged", True)):
         config = config_of("mirror", exploiter, league={"adapter_policy": "turn"})
         assert holds_games(config) == holds
+        evaluated = [EVALUATED | {"fixed_opponent": "policy:main"}]
+        for more, by_evaluation in (({}, holds), ({"eval_envs": evaluated}, True)):
+            run = {"num_eval_workers": 0}
+            own = config_of("mirror", exploiter, league={"adapter_policy": "turn"}, run=run, **more)
+            assert holds_games(own) == by_evaluation
         assert not holds_games(config.of_policy("main"))
 
 
