@@ -23,17 +23,9 @@ from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed, layout
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, base_model, batching, distributed, layout
 from unstable_lite.learner.answers import Remembered
-from unstable_lite.learner.base_model import (
-    ADAPTER,
-    Head,
-    add_adapter,
-    choose_dtype,
-    load,
-    random_states,
-    set_random_states,
-)
+from unstable_lite.learner.base_model import ADAPTER, Head
 from unstable_lite.learner.forest import Forest, reading
 from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
@@ -60,7 +52,7 @@ class Policy:
 
     def __init__(self, config: Config, device: str) -> None:
         self.device = torch.device(device)
-        self.dtype = choose_dtype(config.learner.dtype, self.device)
+        self.dtype = base_model.choose_dtype(config.learner.dtype, self.device)
         self._seed, self.has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Limit of a micro-batch; lower than configured once memory has run out."""
@@ -68,13 +60,13 @@ class Policy:
         first, self._ending, self._turn = Policy.shared, "", [self]
         """Its base's first policy, the end of PEFT's names of its adapters, and the active policy on the base."""
         if first is None:
-            self._base, self.model = load(config, self.dtype, self.device)
+            self._base, self.model = base_model.load(config, self.dtype, self.device)
         else:
             self._base, self.model, self._turn = first._base, first.model, first._turn
             self._ending = f"-{len(self.model.peft_config)}"
             self._begin_turn()
             torch.manual_seed(config.run.seed)
-            add_adapter(self.model, ADAPTER + self._ending, config.lora)
+            base_model.add_adapter(self.model, ADAPTER + self._ending, config.lora)
             self.model.set_adapter(ADAPTER + self._ending)
         self.num_base_parameters = sum(w.numel() for name, w in self._base.named_parameters() if "lora_" not in name)
         self.parameters: dict[str, nn.Parameter] = self._parameters_of(ADAPTER)
@@ -113,11 +105,11 @@ class Policy:
         """Take the turn of the other policies on its base, with its adapter and its random states."""
         if self._turn != [self]:
             self._begin_turn()
-            set_random_states(self._random_states, self.device)
+            base_model.set_random_states(self._random_states, self.device)
             self.model.set_adapter(ADAPTER + self._ending)
 
     def _begin_turn(self) -> None:
-        self._turn[0]._random_states = random_states(self.device)
+        self._turn[0]._random_states = base_model.random_states(self.device)
         self._turn[0] = self
 
     @property
@@ -309,7 +301,7 @@ class Policy:
 
     def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
         """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
-        add_adapter(self.model, name + self._ending, lora)
+        base_model.add_adapter(self.model, name + self._ending, lora)
         return self._parameters_of(name)
 
     def make_fresh(self, name: str = ADAPTER) -> None:

@@ -34,13 +34,10 @@ def policy_rules(config: Config) -> Iterator[str]:
                 f"train_envs.{index}.seats: name a policy for each of num_players = {spec.num_players} seats, and "
                 "leave num_actors out"
             )
-    fixed = [("league", config.league.fixed_opponents)]
-    fixed += [(f"train_envs.{index}", env.fixed_opponents or ()) for index, env in enumerate(config.train_envs)]
-    for where, name in ((where, name) for where, names in fixed for name in names if is_policy(name)):
-        yield (
-            f"{where}.fixed_opponents: {name!r} learns, so it is not fixed; name it in `opponents` of a policy, or as "
-            "fixed_opponent of an eval env"
-        )
+    fixed = {"league": config.league.fixed_opponents}
+    fixed |= {f"train_envs.{index}": env.fixed_opponents or () for index, env in enumerate(config.train_envs)}
+    for where, name in ((where, name) for where, names in fixed.items() for name in filter(is_policy, names)):
+        yield f"{where}.fixed_opponents: {name!r} learns, so it is not fixed; name it in `opponents` of a policy"
     for name in known:
         if not config.of_policy(name).train_envs:
             yield f"policies.{name}: it has no game: in some train env give it a seat, or remove the policy"

@@ -129,14 +129,18 @@ def test_frozen_players_count_once_and_leave_the_rest_to_the_policies(tmp_path):
 
 def test_games_hold_adapters_if_any_policy_meets_checkpoints():
     for exploiter, holds in (("mirror", False), ("policy:main", True), ("policy:main/past", True), ("lagged", True)):
-        config = config_of("mirror", exploiter, league={"adapter_policy": "turn"})
+        config = config_of("mirror", exploiter, league={"adapter_policy": "turn"}, run={"num_eval_workers": 0})
         assert holds_games(config) == holds
-        evaluated = [EVALUATED | {"fixed_opponent": "policy:main"}]
-        for more, by_evaluation in (({}, holds), ({"eval_envs": evaluated}, True)):
-            run = {"num_eval_workers": 0}
-            own = config_of("mirror", exploiter, league={"adapter_policy": "turn"}, run=run, **more)
-            assert holds_games(own) == by_evaluation
         assert not holds_games(config.of_policy("main"))
+
+
+@pytest.mark.parametrize(("opponent", "holds"), [("policy:main", True), ("scripted:random", False)])
+def test_evaluations_against_a_policy_hold_its_adapter(opponent, holds):
+    sections = {"league": {"adapter_policy": "turn"}, "run": {"num_eval_workers": 0}}
+    assert (
+        holds_games(config_of("mirror", "mirror", eval_envs=[EVALUATED | {"fixed_opponent": opponent}], **sections))
+        == holds
+    )
 
 
 def test_fixed_opponents_are_those_of_all_policies_and_no_policy_is_one():
