@@ -109,12 +109,9 @@ def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
     for name in config.shares:
         own, rule = config.of_policy(name), config.policies[name].restart if name else None
         is_kept = is_drawn and rule is not None and rule.keeps
-        if league.max_active_checkpoints is not None:
-            sizes[name] = league.max_active_checkpoints
-        elif not (is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn):
-            sizes[name] = 1
-        else:
-            sizes[name] = wanted if "lagged" in strategies(own.league) else None  # as many as fit
+        size = wanted if "lagged" in strategies(own.league) else None  # as many as fit
+        is_met = is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn
+        sizes[name] = league.max_active_checkpoints or (size if is_met else 1)
     taken = sum((size or 0) + _in_transition(config, size) for size in sizes.values())
     left = changing_slots(config, num_frozen) - taken
     fitting = max(2, min(wanted, left // max(1, [*sizes.values()].count(None))))
@@ -162,8 +159,8 @@ def holds_games(config: Config) -> bool:
     """
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
     plays_older = any(_plays_checkpoints(config.of_policy(name)) for name in config.shares)
-    meets_policies = bool(policies_met(config)) or _evaluates_policies(config)
-    return config.league.adapter_policy == "game" or is_evaluated or plays_older or meets_policies
+    meets_others = plays_older or bool(policies_met(config)) or _evaluates_policies(config)
+    return config.league.adapter_policy == "game" or is_evaluated or meets_others
 
 
 def _evaluates_policies(config: Config) -> bool:
