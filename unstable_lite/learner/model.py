@@ -48,7 +48,6 @@ class Policy:
     shared: ClassVar[Policy | None] = None
     """Policy whose base a new policy uses, too; None: a new one loads its own."""
     _random_states: dict[str, Tensor]
-    """Random states of the process at the end of its last turn."""
 
     def __init__(self, config: Config, device: str) -> None:
         self.device = torch.device(device)

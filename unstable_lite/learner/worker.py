@@ -24,7 +24,7 @@ import torch
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError, NoRoomError, RequestError, is_out_of_memory
+from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
@@ -157,7 +157,10 @@ class _Worker:
         if message.seed is not None:
             given = message.adapter
             with distributed.broadcast_directory(Path(given)) if given else contextlib.nullcontext() as adapter:
-                self.learner.training.begin_again(message.seed, adapter)
+                try:
+                    self.learner.training.begin_again(message.seed, adapter)
+                except (AdapterError, ModelError) as error:
+                    raise RequestError(str(error)) from error
             self._made = None
             self.past_adapters.clear()
         self._continue_from(message.version)
