@@ -24,7 +24,6 @@ from unstable_lite.errors import NoRoomError, RequestError
 from unstable_lite.learner import UPDATED
 from unstable_lite.transport.messages import (
     AdapterDigest,
-    BeginAgain,
     Done,
     Failed,
     LearnerRequest,
@@ -102,8 +101,8 @@ class NumpyLearner:
                 case Update():
                     digest = self._update(message)
                     return Updated(request_id=number, metrics=self.made, skipped=None, digest=digest)
-                case WriteAdapter() | BeginAgain():
-                    if isinstance(message, BeginAgain):
+                case WriteAdapter():
+                    if message.seed is not None:
                         self._begin(message.seed)
                         if message.adapter is not None:
                             self.tensors = load_file(Path(message.adapter) / peft_files.WEIGHTS)

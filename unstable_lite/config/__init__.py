@@ -103,8 +103,8 @@ class Config(Section):
     def of_policy(self, name: str) -> Config:
         """Return the config of one policy, as if a run had no other; its seed and a lineage's updates are its own.
 
-        So are its envs: training envs that have seats for it or have no `seats`, and evaluations against others. Raises
-        KeyError if there is no such policy.
+        Its training envs are those with a seat for it or without `seats`; its eval envs are those against others.
+        Raises KeyError if there is no such policy.
         """
         if not self.policies:
             return self

@@ -47,6 +47,11 @@ def parse_player(name: str) -> PlayerName:
     return PlayerName("base" if name == BASE else "class" if _CUSTOM_CLASS.fullmatch(name) else "remote", name)
 
 
+def is_policy(name: str) -> bool:
+    """Return whether the name is that of a policy of the run, `policy:NAME`, or of its checkpoints, with `/past`."""
+    return parse_player(name).kind == "policy"
+
+
 def _pairs(table: Any) -> Any:
     """Return a table as sorted pairs, which unlike a dict are hashable. Raises ValueError for other values.
 
@@ -263,10 +268,8 @@ OF_POLICY = (
 """Keys of section `learner` that a policy may set: those of its loss and its optimiser."""
 
 
-def _of_policy(table: Any) -> Any:
+def _of_policy(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table with the values that section `learner` makes of them. Raises ValueError for any other key."""
-    if not isinstance(table, dict):
-        raise ValueError("write a table: { learning_rate = 2e-3 }")
     if others := sorted(table.keys() - set(OF_POLICY)):
         raise ValueError(f"{', '.join(others)} cannot differ among policies; these keys can: {', '.join(OF_POLICY)}")
     section = LearnerConfig.model_validate(table)
@@ -301,12 +304,12 @@ class PolicyConfig(Section):
     another one, `policy:NAME/past`, one of its active checkpoints, and `population`, the last checkpoints of lineages
     that were kept. Default: that of section `league`."""
     share: float | None = Field(None, gt=0, lt=1)
-    """Share of the updates. Default: the other policies' shares leave it, in equal parts if there are several."""
+    """Share of the updates. Default: the rest, divided equally among the policies without a share."""
     algorithm: str | None = None
     """Algorithm of this policy. Default: the run's."""
     restart: RestartConfig | None = None
     """When it begins again. Default: never."""
-    learner: Annotated[dict[str, Any], BeforeValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
+    learner: Annotated[dict[str, Any], AfterValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
     """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 
 

@@ -26,7 +26,7 @@ from unstable_lite.config.games import parse_player
 from unstable_lite.config.reference import from_reference
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import ModelMeta, Rating, Side, Teams, pairs_of, placed, rate_sides, sides_of
-from unstable_lite.types import BASE, INITIAL, ModelRef
+from unstable_lite.types import BASE, INITIAL, ModelRef, policy_of
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 OF_CONFIG = ("kind", "name", "active", "adapter_version", "env_ids")
@@ -194,7 +194,7 @@ class ModelRegistry:
 
     def checkpoints(self) -> list[ModelMeta]:
         """Return the policy's active checkpoints, oldest first."""
-        return [meta for meta in self._checkpoints if meta.policy == self.policy]
+        return [meta for meta in self._checkpoints if policy_of(meta.uid) == self.policy]
 
     def fixed(self, env_id: str) -> list[ModelMeta]:
         """Return the fixed models that are active in an env, in the order of their registration."""
@@ -273,7 +273,7 @@ class ModelRegistry:
             meta.ratings.clear()
         met = {(saved[a].uid, saved[b].uid): counts for a, b, *counts in state["match_counts"]}
         models = {meta.uid: meta for meta in saved}
-        currents = {meta.policy: meta.uid for meta in saved if meta.kind == "checkpoint" and meta.policy}
+        currents = {policy_of(meta.uid): meta.uid for meta in saved if meta.kind == "checkpoint" and "/" in meta.uid}
         # In place, because the views of other policies share all of these.
         _replace(self._models, models | {uid: meta for uid, meta in configured.items() if uid not in models})
         _replace(self.population, dict.fromkeys(uid for uid in state.get("population", ()) if uid in models))

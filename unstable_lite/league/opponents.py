@@ -7,7 +7,7 @@ from typing import Any
 
 from unstable_lite.adapters.frozen import members
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig, parse_player
+from unstable_lite.config.games import LeagueConfig, is_policy, parse_player
 from unstable_lite.league.model_registry import ModelRegistry
 
 
@@ -29,11 +29,6 @@ def describe_strategy(league: LeagueConfig) -> str:
     )
 
 
-def is_policy(name: str) -> bool:
-    """Return whether a strategy's or a player's name is that of a policy of the run: `policy:NAME`, with `/past`."""
-    return parse_player(name).kind == "policy"
-
-
 def draws_fixed(name: str) -> bool:
     """Return whether the sampler may draw `fixed_opponents`; a custom one may draw any model of the registry."""
     return name not in ("none", "mirror", "lagged", "uniform") and not is_policy(name)
@@ -48,14 +43,10 @@ def uses_checkpoints(league: LeagueConfig) -> bool:
     return any(name not in ("none", "mirror", "fixed") and not is_policy(name) for name in strategies(league))
 
 
-def policies_met(config: Config) -> dict[str, list[str]]:
-    """Return the other policies that each policy's strategy may draw: `main`, or `main/past` for its checkpoints."""
-    met = dict[str, list[str]]()
-    for policy in config.shares:
-        own = config.of_policy(policy)
-        drawn = strategies(own.league) if any(env.num_drawn for env in own.train_envs) else ()
-        met[policy] = [parse_player(name).rest for name in drawn if is_policy(name)]
-    return met
+def policies_met(config: Config) -> set[str]:
+    """Return the policies that strategies may draw: `main`, or `main/past` for its checkpoints."""
+    drawing = (own for own in map(config.of_policy, config.shares) if any(env.num_drawn for env in own.train_envs))
+    return {parse_player(name).rest for own in drawing for name in filter(is_policy, strategies(own.league))}
 
 
 def draws_population(config: Config) -> bool:
@@ -66,16 +57,14 @@ def draws_population(config: Config) -> bool:
 def by_policy(config: Config, find: Callable[[Config], Iterable[str]]) -> list[str]:
     """Return the problems that `find` returns for the config of each policy, with the names of the policies.
 
-    A problem of all policies is one of the run, and has no name.
+    A problem that all policies have is reported once, without a name.
     """
-    found = {name: [*find(config.of_policy(name))] for name in config.shares}
-    problems = dict[str, list[str]]()
-    for name, texts in found.items():
-        for text in dict.fromkeys(texts):
-            problems.setdefault(text, []).append(name)
-    return [
-        text if len(names) == len(found) else f"policies.{', '.join(names)}: {text}" for text, names in problems.items()
-    ]
+    found = dict[str, dict[str, None]]()
+    for name in config.shares:
+        for text in find(config.of_policy(name)):
+            found.setdefault(text, {})[name] = None
+    num = len(config.shares)
+    return [text if len(of) == num else f"policies.{', '.join(of)}: {text}" for text, of in found.items()]
 
 
 def training_opponents(config: Config) -> dict[str, tuple[str, ...]]:
@@ -88,7 +77,7 @@ def training_opponents(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def evaluated_opponents(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield env id and name of the fixed opponent of each eval env that has one; a policy of the run is none."""
+    """Yield env id and name of the fixed opponent of each eval env; policies of the run are left out."""
     for env in config.eval_envs:
         if env.num_players > 1 and not is_policy(env.fixed_opponent):
             yield env.env_id, env.fixed_opponent

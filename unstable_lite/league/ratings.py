@@ -66,11 +66,6 @@ class ModelMeta:
         return self.ratings.get(env_id) or Rating(self.prior_mu, trueskill.SIGMA)
 
     @property
-    def policy(self) -> str:
-        """Name of the policy whose checkpoint it is."""
-        return self.ref.policy
-
-    @property
     def ref(self) -> ModelRef:
         return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
 

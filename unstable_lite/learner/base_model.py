@@ -155,50 +155,26 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
         torch.cuda.set_rng_state(states["rng.cuda"], device)
 
 
-class LoadedBase:
-    """The base in memory, with the adapters of its policies. These take turns: the active one has the random states."""
+def load(
+    config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[transformers.PreTrainedModel, peft.PeftModel]:
+    """Load the base; return it, and its model with a fresh adapter."""
+    torch.manual_seed(config.run.seed)
+    path = resolve_model(config.model_name)
+    base = load_base(path, dtype, device, config.trust_remote_code)
+    if config.learner.kernels == "liger":
+        use_liger(base)
+    model = add_lora(base, config.lora, path)
+    if config.learner.activation_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    return base, model
 
-    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the base, with a fresh adapter for the first policy."""
-        torch.manual_seed(config.run.seed)
-        path = resolve_model(config.model_name)
-        self.base = load_base(path, dtype, device, config.trust_remote_code)
-        if config.learner.kernels == "liger":
-            use_liger(self.base)
-        self.num_parameters = sum(parameter.numel() for parameter in self.base.parameters())
-        self.model = add_lora(self.base, config.lora, path)
-        if config.learner.activation_checkpointing:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
-        self._device = device
-        self._active = ""
-        """Ending of PEFT's names of the active policy's adapters."""
-        self._random_states: dict[str, dict[str, Tensor]] = {}
-        """Random states of the policies that are not active, by the endings of their adapters."""
 
-    def add_policy(self, config: Config) -> str:
-        """Begin the first turn of another policy, with a fresh adapter; return the ending of its adapters' names."""
-        self._begin_turn(f"-{len(self.model.peft_config)}")
-        torch.manual_seed(config.run.seed)
-        self.add_adapter(ADAPTER + self._active, config.lora)
-        self.model.set_adapter(ADAPTER + self._active)
-        return self._active
-
-    def activate(self, ending: str) -> None:
-        """Continue with the policy whose adapters have this ending."""
-        if ending != self._active:
-            self._begin_turn(ending)
-            set_random_states(self._random_states[ending], self._device)
-            self.model.set_adapter(ADAPTER + ending)
-
-    def _begin_turn(self, ending: str) -> None:
-        self._random_states[self._active] = random_states(self._device)
-        self._active = ending
-
-    def add_adapter(self, name: str, lora: LoraConfig) -> None:
-        """Add a fresh adapter, which is not active."""
-        own = self.model.peft_config[ADAPTER]
-        self.model.add_adapter(name, peft_config(lora, own.base_model_name_or_path, own.exclude_modules))
-        cast_by_autocast_alone(self.model)
+def add_adapter(model: peft.PeftModel, name: str, lora: LoraConfig) -> None:
+    """Add a fresh adapter, which is not active."""
+    first = model.peft_config[ADAPTER]
+    model.add_adapter(name, peft_config(lora, first.base_model_name_or_path, first.exclude_modules))
+    cast_by_autocast_alone(model)
 
 
 class Head:

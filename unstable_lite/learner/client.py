@@ -17,7 +17,6 @@ from unstable_lite.reward_transformations.transforms import plain_weights
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
-    BeginAgain,
     LoadLearner,
     Message,
     SaveLearner,
@@ -39,7 +38,7 @@ DEADLINE_FACTOR = 2
 class LearnerClient:
     """Client of one policy's learner, whose process has those of the other policies too.
 
-    After its death it repeats the request once a replacement has restored the state.
+    After the process dies it repeats the request once a replacement has restored the state.
     """
 
     def __init__(self, channel: WorkerChannel, policy: str = "") -> None:
@@ -72,23 +71,18 @@ class LearnerClient:
                 await self.save_state(version, store)
         return updated
 
-    async def write_adapter(self, version: int, store: AdapterStore) -> str:
-        """Write the adapter that training starts from, as `version`, and return its digest."""
-        return await self._begin(WriteAdapter, version, store)
-
-    async def begin_again(self, version: int, store: AdapterStore, seed: int, adapter: Path | None = None) -> str:
-        """Forget the policy's training, write the adapter of a new one as `version`, and return its digest.
-
-        adapter: PEFT directory of the adapter to begin with, which must stay until this returns; None: a fresh one.
-        """
-        return await self._begin(BeginAgain, version, store, seed=seed, adapter=adapter and str(adapter))
-
-    async def _begin(
-        self, message_type: Callable[..., Message], version: int, store: AdapterStore, **fields: Any
+    async def write_adapter(
+        self, version: int, store: AdapterStore, seed: int | None = None, adapter: Path | None = None
     ) -> str:
-        place, fields = partial(store.path, version), {"version": version, **fields}
-        written: AdapterDigest = await self._write(message_type, SAVE_TIMEOUT_S, place, store, **fields)
-        self._unsaved = partial(self._ask_once, message_type, SAVE_TIMEOUT_S, path=str(place()), **fields)
+        """Write the adapter that training starts from, as `version`, and return its digest.
+
+        With a `seed`, a new training begins before, from a fresh adapter or from `adapter`, a PEFT directory that must
+        stay until this returns. Raises RequestError if that does not fit the learner's base or section `lora`.
+        """
+        place = partial(store.path, version)
+        fields: dict[str, Any] = {"version": version, "seed": seed, "adapter": adapter and str(adapter)}
+        written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, place, store, **fields)
+        self._unsaved = partial(self._ask_once, WriteAdapter, SAVE_TIMEOUT_S, path=str(place()), **fields)
         await self.save_state(version, store)
         return written.digest
 
@@ -141,7 +135,7 @@ class LearnerClient:
         await self._ask(LoadLearner, SAVE_TIMEOUT_S, path=str(checkpoint))
 
     async def restore(self) -> None:
-        """Give a replacement the policy's state in the process that died."""
+        """Load the policy's saved state into the process that replaces a dead one."""
         if (state := self._state or self._origin) is not None:
             await self._ask_once(LoadLearner, SAVE_TIMEOUT_S, path=str(state))
         if self._unsaved is not None:

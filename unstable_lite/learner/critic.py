@@ -52,7 +52,7 @@ class Critic:
             self.load(self._initial)
 
     def begin_again(self) -> None:
-        """Take the values of a new critic, with a fresh adapter unless it begins with a stored one."""
+        """Reset adapter and head to their initial values."""
         self._policy.make_fresh(_ADAPTER)
         self._begin()
 

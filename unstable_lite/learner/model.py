@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import torch
@@ -24,9 +23,9 @@ from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching, distributed, layout
+from unstable_lite.learner import LOGITS_CHUNK_TOKENS, base_model, batching, distributed, layout
 from unstable_lite.learner.answers import Remembered
-from unstable_lite.learner.base_model import ADAPTER, Head, LoadedBase, choose_dtype
+from unstable_lite.learner.base_model import ADAPTER, Head
 from unstable_lite.learner.forest import Forest, reading
 from unstable_lite.models.layers import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
@@ -38,35 +37,38 @@ MOVING = ("average", "stage")
 """References of the KL penalty that follow the adapter; also their directories in a saved state."""
 _BASE = "base_model.model."
 """Beginning of PEFT's names of the base's modules."""
-_shared: ContextVar[Policy | None] = ContextVar("shared", default=None)
-
-
-@contextlib.contextmanager
-def sharing(first: Policy | None) -> Iterator[None]:
-    """Let the policies that are made in the body use the base of `first`; None: each loads its own."""
-    token = _shared.set(first)
-    try:
-        yield
-    finally:
-        _shared.reset(token)
 
 
 class Policy:
-    """The learner's model, π. The base never changes; the adapter is never merged into it."""
+    """The learner's model, π. The base never changes; the adapter is never merged into it.
+
+    Policies on one base take turns: the active one has the base's adapter and the random states of the process.
+    """
+
+    shared: ClassVar[Policy | None] = None
+    """Policy whose base a new policy uses, too; None: a new one loads its own."""
+    _random_states: dict[str, Tensor]
+    """Random states of the process at the end of its last turn."""
 
     def __init__(self, config: Config, device: str) -> None:
         self.device = torch.device(device)
-        self.dtype = choose_dtype(config.learner.dtype, self.device)
+        self.dtype = base_model.choose_dtype(config.learner.dtype, self.device)
         self._seed, self.has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
-        first = _shared.get()
-        self._loaded: LoadedBase = first._loaded if first else LoadedBase(config, self.dtype, self.device)
-        self._base, self.model = self._loaded.base, self._loaded.model
-        self.num_base_parameters = self._loaded.num_parameters
-        self._ending = self._loaded.add_policy(config) if first else ""
-        """End of PEFT's names of its adapters, which differ from those of other policies."""
+        first, self._ending, self._turn = Policy.shared, "", [self]
+        """Its base's first policy, the end of PEFT's names of its adapters, and the active policy on the base."""
+        if first is None:
+            self._base, self.model = base_model.load(config, self.dtype, self.device)
+        else:
+            self._base, self.model, self._turn = first._base, first.model, first._turn
+            self._ending = f"-{len(self.model.peft_config)}"
+            self._begin_turn()
+            torch.manual_seed(config.run.seed)
+            base_model.add_adapter(self.model, ADAPTER + self._ending, config.lora)
+            self.model.set_adapter(ADAPTER + self._ending)
+        self.num_base_parameters = sum(w.numel() for name, w in self._base.named_parameters() if "lora_" not in name)
         self.parameters: dict[str, nn.Parameter] = self._parameters_of(ADAPTER)
         chunk_tokens = LOGITS_CHUNK_TOKENS[self.device.type == "cuda"]
         has_bonus = config.learner.entropy_coefficient > 0
@@ -101,7 +103,14 @@ class Policy:
 
     def activate(self) -> None:
         """Take the turn of the other policies on its base, with its adapter and its random states."""
-        self._loaded.activate(self._ending)
+        if self._turn != [self]:
+            self._begin_turn()
+            base_model.set_random_states(self._random_states, self.device)
+            self.model.set_adapter(ADAPTER + self._ending)
+
+    def _begin_turn(self) -> None:
+        self._turn[0]._random_states = base_model.random_states(self.device)
+        self._turn[0] = self
 
     @property
     def moving_reference(self) -> str | None:
@@ -292,11 +301,11 @@ class Policy:
 
     def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
         """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
-        self._loaded.add_adapter(name + self._ending, lora)
+        base_model.add_adapter(self.model, name + self._ending, lora)
         return self._parameters_of(name)
 
     def make_fresh(self, name: str = ADAPTER) -> None:
-        """Give adapter `name` the values of a new one, which has no effect."""
+        """Reset adapter `name` to its initial values, with which it has no effect."""
         for module in self.model.modules():
             if isinstance(module, LoraLayer):
                 module.reset_lora_parameters(name + self._ending, True)

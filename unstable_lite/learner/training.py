@@ -28,7 +28,7 @@ from torch.optim import AdamW, Optimizer
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import LearnerConfig, Schedule
-from unstable_lite.errors import AdapterError, ConfigError, ModelError
+from unstable_lite.errors import AdapterError, ConfigError, ModelError, RequestError
 from unstable_lite.learner import UpdateResult, distributed, losses
 from unstable_lite.learner.base_model import random_states, set_random_states
 from unstable_lite.learner.batching import check, fit, length
@@ -127,14 +127,19 @@ class Training:
         return None if self.critic is None else self.critic.add_gradient(items, target_I)
 
     def begin_again(self, seed: int, adapter: Path | None) -> None:
-        """Forget all training, and begin with the adapter in a PEFT directory, or a fresh one.
+        """Reset all state to its initial values, and the adapter to that in a PEFT directory or a fresh one.
 
-        seed: that of fresh parameters, and of the random streams from now on.
+        seed: that of fresh parameters, and of the random streams from now on. Raises RequestError, and resets nothing,
+        for an adapter that does not fit.
         """
-        torch.manual_seed(seed)
-        self.policy.make_fresh()
         if adapter is not None:
-            self.policy.load_adapter(adapter)
+            try:
+                self.policy.load_adapter(adapter)
+            except (AdapterError, ModelError) as error:
+                raise RequestError(str(error)) from error
+        torch.manual_seed(seed)
+        if adapter is None:
+            self.policy.make_fresh()
         if self.critic is not None:
             self.critic.begin_again()
         distributed.copy_from_first(self.parameters)

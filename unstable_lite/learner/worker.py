@@ -29,14 +29,13 @@ from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, l
 from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import ROWS_WITHOUT_GRADIENT
-from unstable_lite.learner.model import Policy, sharing
+from unstable_lite.learner.model import Policy
 from unstable_lite.learner.other_adapters import PastAdapters, read_parameters
 from unstable_lite.learner.training import ready_info
 from unstable_lite.learner.training_stats import histograms_of
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
-    BeginAgain,
     Done,
     Failed,
     LearnerRequest,
@@ -90,10 +89,13 @@ def make_workers(config: Config, device: str) -> dict[str, _Worker]:
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
     workers: dict[str, _Worker] = {}
-    for name in config.shares:
-        own, first = config.of_policy(name), next(iter(workers.values()), None)
-        with sharing(first.policy if first else None):
+    try:
+        for name in config.shares:
+            own = config.of_policy(name)
             workers[name] = _Worker(load_learner(own, device), own)
+            Policy.shared = Policy.shared or workers[name].policy
+    finally:
+        Policy.shared = None
     return workers
 
 
@@ -124,7 +126,6 @@ class _Worker:
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,
             WriteAdapter: self._begin,
-            BeginAgain: self._begin,
             Score: self._score,
             ScoreAnswers: self._score_answers,
             SaveLearner: self._save,
@@ -149,13 +150,13 @@ class _Worker:
         self.policy.activate()
         return self._requests[type(message)](message)
 
-    def _begin(self, message: WriteAdapter | BeginAgain) -> AdapterDigest:
+    def _begin(self, message: WriteAdapter) -> AdapterDigest:
+        """Write the adapter that training starts from. Raises RequestError for one that does not fit."""
         started = time.perf_counter()
         distributed.broadcast(message)
-        if isinstance(message, BeginAgain):
-            with contextlib.ExitStack() as stack:
-                directory = message.adapter and Path(message.adapter)
-                adapter = stack.enter_context(distributed.broadcast_directory(directory)) if directory else None
+        if message.seed is not None:
+            given = message.adapter
+            with distributed.broadcast_directory(Path(given)) if given else contextlib.nullcontext() as adapter:
                 self.learner.training.begin_again(message.seed, adapter)
             self._made = None
             self.past_adapters.clear()

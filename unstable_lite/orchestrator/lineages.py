@@ -31,8 +31,8 @@ class Lineages:
         config = parts.plan.config
         self._parts = parts
         self._rules = {name: policy.restart for name, policy in config.policies.items() if policy.restart is not None}
-        named = policies_met(config)
-        self._named = {name: {met.removesuffix("/past") for met in named[name]} for name in self._rules}
+        met = {name: policies_met(config.of_policy(name)) for name in self._rules}
+        self._named = {name: {each.removesuffix("/past") for each in met[name]} for name in met}
         """Policies in the `opponents` of each policy with a rule."""
 
     def begin_game(self, spec: GameSpec) -> None:
@@ -68,7 +68,7 @@ class Lineages:
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
         policy.make_room(parts.policies.values())
         async with parts.colocation.learner():
-            digest = await policy.learner.begin_again(version, parts.store, seed, self._start(rule))
+            digest = await policy.learner.write_adapter(version, parts.store, seed, self._start(rule))
         await parts.adapter_sync.sync(version, digest)
         policy.lineage, policy.began = policy.lineage + 1, policy.updates
         policy.points.clear()

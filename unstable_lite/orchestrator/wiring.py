@@ -50,7 +50,7 @@ from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.lineages import Lineages
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import Colocation, started_workers
-from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes, slots_of_policy
+from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, pool_sizes
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
@@ -170,10 +170,10 @@ class RunParts:
 
     def _policies(self, buffer: StepBuffer | EpisodeBuffer | None) -> dict[str, TrainedPolicy]:
         whole, policies, num_frozen, room = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen), Room([])
-        shares, slots = whole.shares, slots_of_policy(whole, num_frozen)
+        shares = whole.shares
         for number, (name, config) in enumerate(policy_configs(whole, num_frozen).items()):
             own = buffer or make_buffer(config, name, shares[name])
-            own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen, slots)
+            own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen)
             registry, facts = self.registry, dict[str, Any](name=name, number=number, config=config, share=shares[name])
             if name:
                 registry, own.room = registry.of(name), room

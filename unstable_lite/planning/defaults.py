@@ -6,11 +6,11 @@ those added by hand included; default: those of the config.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from unstable_lite.adapters.frozen import with_members
 from unstable_lite.config import Config
+from unstable_lite.config.games import is_policy
 from unstable_lite.config.training import Transformation
 from unstable_lite.league.opponents import (
     draws_population,
@@ -71,20 +71,17 @@ def resolve_defaults(config: Config) -> Config:
 
 
 def policy_configs(config: Config, num_frozen: int | None = None) -> dict[str, Config]:
-    """Return the resolved config of each policy by its name, with the number of its active checkpoints if it has older.
+    """Return the resolved config of each policy by its name, with its number of active checkpoints.
 
-    Its `engine.max_loras` is the run's: a policy's own part is `slots_of_policy`.
+    Its `engine.max_loras` is an equal part of the slots that frozen players leave, and the slots of those it meets.
     """
-    config = resolve_defaults(config)
-    if not config.policies:
-        return {"": config}
-    sizes = {name: size for name, size in pool_sizes(config, num_frozen).items() if size > 1}
-    return {
-        name: resolve_defaults(config.of_policy(name)).changed(
-            league={"max_active_checkpoints": sizes[name]} if name in sizes else {}
-        )
-        for name in config.policies
-    }
+    config, policies = resolve_defaults(config), dict[str, Config]()
+    part, sizes = changing_slots(config, num_frozen) // len(config.shares), pool_sizes(config, num_frozen)
+    for name in config.policies:
+        own = resolve_defaults(config.of_policy(name))
+        engine, league = {"max_loras": part + _frozen(own, num_frozen)}, {"max_active_checkpoints": sizes[name]}
+        policies[name] = own.changed(engine=engine, league=league)
+    return policies or {"": config}
 
 
 def _with_members(config: Config) -> Config:
@@ -108,16 +105,13 @@ def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
     league, sizes = config.league, dict[str, int | None]()
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
-    drawn, is_drawn = {*chain(*policies_met(config).values())}, draws_population(config)
+    drawn, is_drawn = policies_met(config), draws_population(config)
     for name in config.shares:
         own, rule = config.of_policy(name), config.policies[name].restart if name else None
         is_kept = is_drawn and rule is not None and rule.keeps
-        if league.max_active_checkpoints is not None:
-            sizes[name] = league.max_active_checkpoints
-        elif not (is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn):
-            sizes[name] = 1
-        else:
-            sizes[name] = wanted if "lagged" in strategies(own.league) else None  # as many as fit
+        size = wanted if "lagged" in strategies(own.league) else None  # as many as fit
+        is_met = is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn
+        sizes[name] = league.max_active_checkpoints or (size if is_met else 1)
     taken = sum((size or 0) + _in_transition(config, size) for size in sizes.values())
     left = changing_slots(config, num_frozen) - taken
     fitting = max(2, min(wanted, left // max(1, [*sizes.values()].count(None))))
@@ -141,10 +135,11 @@ def adapter_slots_needed(config: Config, num_frozen: int | None = None) -> int:
 def _in_transition(config: Config, pool_size: int | None) -> int:
     """Return the number of slots of a policy beside those of its active checkpoints.
 
-    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, and
-    one for the checkpoint that is evaluated while training continues.
+    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, one
+    for the checkpoint that is evaluated while training continues, and one for another policy that it is evaluated
+    against.
     """
-    return 1 + (pool_size != 1) + bool(config.run.eval_every)
+    return 1 + (pool_size != 1) + bool(config.run.eval_every) + _evaluates_policies(config)
 
 
 def _frozen(config: Config, num_frozen: int | None) -> int:
@@ -156,20 +151,20 @@ def changing_slots(config: Config, num_frozen: int | None = None) -> int:
     return config.engine.max_loras - _frozen(config, num_frozen)
 
 
-def slots_of_policy(config: Config, num_frozen: int | None = None) -> int:
-    """Return each policy's equal part of these slots."""
-    return changing_slots(config, num_frozen) // len(config.shares)
-
-
 def holds_games(config: Config) -> bool:
     """Return whether some games hold an adapter of the run in a slot until they end.
 
-    With `adapter_policy` "turn" they are those against checkpoints and evaluation games beside training.
+    With `adapter_policy` "turn" they are those against checkpoints or another policy, and evaluation games beside
+    training.
     """
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
     plays_older = any(_plays_checkpoints(config.of_policy(name)) for name in config.shares)
-    plays_older = plays_older or any(name.endswith("/past") for name in chain(*policies_met(config).values()))
-    return config.league.adapter_policy == "game" or is_evaluated or plays_older
+    meets_others = plays_older or bool(policies_met(config)) or _evaluates_policies(config)
+    return config.league.adapter_policy == "game" or is_evaluated or meets_others
+
+
+def _evaluates_policies(config: Config) -> bool:
+    return any(is_policy(env.fixed_opponent) for env in config.eval_envs)
 
 
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:

@@ -72,23 +72,6 @@ class Plan(Placement):
         """Number of evaluation games in flight beside training."""
         return self.config.run.num_eval_workers if self.config.eval_envs else 0
 
-    def opponents(self, config: Config | None = None) -> str:
-        """Return a readable description of the players at the seats that the current policy does not take.
-
-        config: that of one of several policies.
-        """
-        config = config or self.config
-        strategy = describe_strategy(config.league)
-        if any(spec.seats for spec in config.train_envs) and not any(spec.num_drawn for spec in config.train_envs):
-            return "the policies of `seats`"
-        if all(spec.num_actors == spec.num_players for spec in config.train_envs):
-            remark = f" (so opponent_sampling_strategy = {strategy} is not used)" * (strategy != "none")
-            return f"none: num_actors = num_players, every seat is the current policy's{remark}"
-        fixed = {env_id: ", ".join(names) or "none" for env_id, names in training_opponents(config).items()}
-        if len(set(fixed.values())) == 1:
-            return f"{strategy}, fixed ones: {next(iter(fixed.values()))}"
-        return "; ".join([f"{strategy}", *(f"fixed ones in {env_id}: {names}" for env_id, names in fixed.items())])
-
     def describe(self) -> Iterator[tuple[str, str]]:
         """Yield readable rows (name, description) of the run's processes, memory, games and batches."""
         config = self.config
@@ -137,7 +120,7 @@ class Plan(Placement):
         for difference in played_otherwise(config):
             yield "differs", difference
         for name, own in policy_configs(config).items():
-            yield ("policy", self._describe_policy(name, own)) if name else ("opponents", self.opponents(own))
+            yield ("policy", self._describe_policy(name, own)) if name else ("opponents", _opponents(own))
         if (older := active_checkpoints(config) - len(config.shares)) > 0:
             least, most = league.opponent_lag
             by = f"by {league.active_checkpoints_by}, {least} to {most} updates back"
@@ -150,11 +133,11 @@ class Plan(Placement):
             total = size * adapters_in_memory(config)
             yield "adapters", f"{size / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
             if config.policies:
-                more = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic).adapter
-                text = (
-                    f"{more / MIB:.1f} MiB more in the learner, with gradient and optimiser; two adapter slots or more"
+                more = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic).adapter / MIB
+                yield (
+                    "a further policy",
+                    f"{more:.1f} MiB more in the learner, with its moments; two adapter slots or more",
                 )
-                yield "a further policy", text
         if config.engine.kind == VLLM_SERVER:
             folder = config.engine.adapter_folder
             yield "adapters to the servers", f"through {folder}, the same path for the servers"
@@ -174,7 +157,7 @@ class Plan(Placement):
         changed = [own.algorithm] * (own.algorithm != self.config.algorithm) + changed
         share = f"{name}: {self.config.shares[name]:.0%} of the updates, about {own.run.learning_steps}"
         pool = [f"{size - 1} older checkpoints"] * (size > 1)
-        return "; ".join([share, f"against {self.opponents(own)}", *pool, *changed])
+        return "; ".join([share, f"against {_opponents(own)}", *pool, *changed])
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:
         config, run = self.config, self.config.run
@@ -194,6 +177,20 @@ class Plan(Placement):
         for name, own in policy_configs(config).items():
             for what, text in _describe_batches(own):
                 yield what, f"{name}: {text}" if name else text
+
+
+def _opponents(config: Config) -> str:
+    """Return a readable description of the players at the seats that a policy does not take."""
+    strategy = describe_strategy(config.league)
+    if not any(spec.num_drawn for spec in config.train_envs):
+        if any(spec.seats for spec in config.train_envs):
+            return "the policies of `seats`"
+        remark = f" (so opponent_sampling_strategy = {strategy} is not used)" * (strategy != "none")
+        return f"none: num_actors = num_players, every seat is the current policy's{remark}"
+    fixed = {env_id: ", ".join(names) or "none" for env_id, names in training_opponents(config).items()}
+    if len(set(fixed.values())) == 1:
+        return f"{strategy}, fixed ones: {next(iter(fixed.values()))}"
+    return "; ".join([f"{strategy}", *(f"fixed ones in {env_id}: {names}" for env_id, names in fixed.items())])
 
 
 def _describe_batches(config: Config) -> Iterator[tuple[str, str]]:

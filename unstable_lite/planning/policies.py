@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import TrainEnvSpec, parse_player
-from unstable_lite.league.opponents import draws_population, is_policy, policies_met, strategies
-from unstable_lite.planning.defaults import pool_sizes
+from unstable_lite.config.games import is_policy, parse_player
+from unstable_lite.league.opponents import draws_population, policies_met, strategies
 from unstable_lite.plugins import suggestion
 from unstable_lite.types import BASE, INITIAL
 
-MOST_POLICIES = 31
-"""Number of policies whose adapters have ids below those of frozen players."""
 SHARE_ROUNDING = 1e-6
 
 
 def policy_rules(config: Config) -> Iterator[str]:
     """Yield each reason why the policies of a run cannot learn, or cannot play each other."""
-    known, drawn = config.policies, {*chain(*policies_met(config).values())}
-    if len(known) > MOST_POLICIES:
-        yield f"policies: there are {len(known)}, but at most {MOST_POLICIES} have ids for their adapters"
-    yield from _share_rules(config)
+    known = config.policies
+    if len(known) > 31:
+        yield f"policies: there are {len(known)}, but at most 31 have ids for their adapters"
+    given = [policy.share for policy in known.values() if policy.share is not None]
+    left, is_whole = 1 - sum(given), len(given) == len(known)
+    if given and (abs(left) > SHARE_ROUNDING if is_whole else left < SHARE_ROUNDING):
+        yield (
+            f"policies: the shares sum to {sum(given):g}; let all of them sum to 1, or leave one out to take the rest"
+        )
     for key, name in _policies_named(config):
         if name not in known:
             yield f"{key}: there is no [policies.{name}]; {suggestion(name, known)}"
     yield from _restart_rules(config)
     for index, spec in enumerate(config.train_envs):
-        if spec.seats is not None:
-            yield from _seat_rules(f"train_envs.{index}", spec)
-    fixed = [("league", config.league.fixed_opponents)]
-    fixed += [(f"train_envs.{index}", env.fixed_opponents or ()) for index, env in enumerate(config.train_envs)]
-    for where, name in ((where, name) for where, names in fixed for name in names if is_policy(name)):
-        yield (
-            f"{where}.fixed_opponents: {name!r} learns, so it is not fixed; name it in `opponents` of a policy, or as "
-            "fixed_opponent of an eval env"
-        )
-    for name, size in pool_sizes(config).items():
-        if name and not config.of_policy(name).train_envs:
-            yield f"policies.{name}: it has no game, because every train env has seats without it; add or remove it"
-        if size == 1 and f"{name}/past" in drawn:
+        if spec.seats is not None and not len(spec.seats) == spec.num_actors == spec.num_players:
             yield (
-                f"league.max_active_checkpoints = 1 allows only the newest adapter of {name}, but 'policy:{name}/past' "
-                "draws older ones: set 2 or more"
+                f"train_envs.{index}.seats: name a policy for each of num_players = {spec.num_players} seats, and "
+                "leave num_actors out"
             )
+    fixed = {"league": config.league.fixed_opponents}
+    fixed |= {f"train_envs.{index}": env.fixed_opponents or () for index, env in enumerate(config.train_envs)}
+    for where, name in ((where, name) for where, names in fixed.items() for name in filter(is_policy, names)):
+        yield f"{where}.fixed_opponents: {name!r} learns, so it is not fixed; name it in `opponents` of a policy"
+    for name in known:
+        if not config.of_policy(name).train_envs:
+            yield f"policies.{name}: it has no game: in some train env give it a seat, or remove the policy"
 
 
 def _restart_rules(config: Config) -> Iterator[str]:
@@ -55,8 +51,8 @@ def _restart_rules(config: Config) -> Iterator[str]:
     for name, rule in rules.items():
         where = f"policies.{name}.restart"
         if rule.at_points is None and rule.at_updates is None:
-            yield f"{where}: it never happens; set at_updates, or at_points"
-        if rule.at_points is not None and not policies_met(config)[name] and not draws_population(config):
+            yield f"{where}: no restart can happen: set at_updates, or at_points"
+        if rule.at_points is not None and not policies_met(config.of_policy(name)) and not draws_population(config):
             yield f"{where}.at_points counts games against policies in policies.{name}.opponents, which names none"
         if rule.start == INITIAL and config.lora.initial_lora_path is None:
             yield f"{where}.from = 'initial', but there is no lora.initial_lora_path; write 'base'"
@@ -69,22 +65,6 @@ def _restart_rules(config: Config) -> Iterator[str]:
                 yield f"{where}.from: {' from '.join([*passed, begins.start])} is a circle; let one begin from 'base'"
                 break
             passed.append(begins.start)
-
-
-def _share_rules(config: Config) -> Iterator[str]:
-    """Yield the reason why updates cannot be divided by these shares."""
-    given = [policy.share for policy in config.policies.values() if policy.share is not None]
-    total, is_whole = f"policies: the shares sum to {sum(given):g}", len(given) == len(config.policies)
-    few = [name for name, share in config.shares.items() if share * config.run.learning_steps < 1 - SHARE_ROUNDING]
-    if given and is_whole and abs(sum(given) - 1) > SHARE_ROUNDING:
-        yield f"{total}; let them sum to 1, or leave one out: its policy gets the rest"
-    elif not is_whole and sum(given) > 1 - SHARE_ROUNDING:
-        yield f"{total} and leave no update for a policy without a share; lower them"
-    elif few:
-        yield (
-            f"policies.{few[0]}: its share, {config.shares[few[0]]:.2g}, of run.learning_steps = "
-            f"{config.run.learning_steps} is less than one update; raise either"
-        )
 
 
 def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
@@ -100,22 +80,11 @@ def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
         yield from ((f"train_envs.{index}.seats", name) for name in spec.seats or ())
 
 
-def _seat_rules(where: str, spec: TrainEnvSpec) -> Iterator[str]:
-    """Yield each reason why a game's seats cannot go to the policies of `seats`."""
-    seats = spec.seats or ()
-    if len(seats) != spec.num_players:
-        yield f"{where}.seats names {len(seats)} policies for num_players = {spec.num_players}; name one for each seat"
-    elif spec.num_actors != spec.num_players:
-        yield f"{where}: num_actors = {spec.num_actors}, but `seats` gives every seat to a policy; leave num_actors out"
-    if spec.fixed_opponents is not None:
-        yield f"{where}: fixed_opponents are never met, because `seats` gives every seat to a policy; leave them out"
-
-
 def policy_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each policy that only itself plays."""
     for name in config.policies if len(config.policies) > 1 else ():
         if not any(named == name and key != f"policies.{name}.opponents" for key, named in _policies_named(config)):
             yield (
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
-                "fixed_opponent of an eval env, or seat it"
+                "fixed_opponent of an eval env, or give it a seat"
             )

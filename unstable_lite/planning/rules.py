@@ -15,20 +15,10 @@ from unstable_lite.config.games import LEAST_TEMPERATURE
 from unstable_lite.config.training import EMBEDDINGS, no_adapter_at
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
-from unstable_lite.league.opponents import (
-    by_policy,
-    frozen_adapters,
-    strategies,
-    uses_checkpoints,
-)
+from unstable_lite.league.opponents import by_policy, frozen_adapters, strategies, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    adapter_slots_needed,
-    algorithm_of,
-    resolve_defaults,
-)
+from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, algorithm_of, resolve_defaults
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.policies import policy_rules
 from unstable_lite.plugins import suggestion
@@ -105,7 +95,8 @@ def _number_rules(config: Config) -> Iterator[str]:
         yield f"buffer.batch_delay_buffer = {delay:g} times {batch} is more than {size}: the learner would wait forever"
     if run.group_size > buffer_size:
         yield f"run.group_size = {run.group_size}: a group does not fit {size}"
-    if uses_checkpoints(league) and league.max_active_checkpoints == 1:
+    draws_older = uses_checkpoints(league) or any(name.endswith("/past") for name in strategies(league))
+    if draws_older and league.max_active_checkpoints == 1:
         yield (
             "league.max_active_checkpoints = 1 allows only the current policy, but opponent_sampling_strategy = "
             f"{league.opponent_sampling_strategy!r} draws older ones: set 2 or more"

@@ -15,13 +15,7 @@ from statistics import fmean
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, LeagueConfig, TrainEnvSpec, parse_player
 from unstable_lite.league.opponents import draws_fixed, frozen_adapters, strategies, training_opponents
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    changing_slots,
-    holds_games,
-    policy_configs,
-    slots_of_policy,
-)
+from unstable_lite.planning.defaults import active_checkpoints, changing_slots, holds_games, policy_configs
 from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
 from unstable_lite.rollout.rejection import MOST_JUDGED
 
@@ -60,16 +54,13 @@ def steps_per_game(config: Config, lengths: Mapping[str, Sequence[int]]) -> floa
     return max(fmean(_collected_share(env, config.league) * turns[env.env_id] for env in config.train_envs), 1e-9)
 
 
-def in_flight(
-    config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None, slots: int | None = None
-) -> InFlight:
+def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None) -> InFlight:
     """Return the limit on games in flight for a policy's buffer. `lengths`: turns of some games, by env id.
 
-    num_frozen: number of frozen players with an adapter; default: those of the config. slots: number of adapter slots
-    for the policy, see `slots_of_policy`; default: all that frozen players leave.
+    num_frozen: number of frozen players with an adapter; default: those of the config.
     """
     least = config.buffer.batch_delay_buffer * config.learner.batch_size
-    slots, staleness = changing_slots(config, num_frozen) if slots is None else slots, config.buffer.max_staleness
+    slots, staleness = changing_slots(config, num_frozen), config.buffer.max_staleness
     oldest = max_age(staleness, slots) if holds_games(config) else staleness
     if config.run.schedule == "sync":
         least *= SYNC_SPARE if staleness else 1.0
@@ -81,13 +72,13 @@ def in_flight(
     return InFlight(config.learner.batch_size, least, oldest, steps_per_seat, max_turn_age)
 
 
-def predict(config: Config, lengths: Mapping[str, Sequence[int]], slots: int | None = None) -> Pace:
+def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
     """Return the predicted pace of a policy's games. `lengths`: turns of some games, for every training env."""
     run, batch_size = config.run, config.learner.batch_size
     lifetimes = list[tuple[float, float]]()
     for spec in config.train_envs:
         lifetimes += _lifetimes(lengths[spec.env_id], _collected_share(spec, config.league), run.group_size)
-    steps, limit = steps_per_game(config, lengths), in_flight(config, lengths, slots=slots)
+    steps, limit = steps_per_game(config, lengths), in_flight(config, lengths)
     limit.set_spreads(lifetimes)
     games = min(run.num_collection_workers, max(max(limit.limit, limit.least) / steps, run.group_size))
     updates = games * steps / batch_size
@@ -152,7 +143,7 @@ def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[t
             text = f"the run measures the length of games of {', '.join(unknown)}; few are in flight until then"
             yield "back-pressure", start + text
             continue
-        pace = predict(own, lengths, slots_of_policy(config))
+        pace = predict(own, lengths)
         share = f"a game brings {pace.steps_per_game:.1f} steps, if moves are random"
         if config.run.schedule == "sync":
             yield "back-pressure", f"{start}rounds of about {pace.games:.0f} games: enough for a batch; {share}"
@@ -196,7 +187,7 @@ def _warnings(config: Config, policies: Mapping[str, Config], paces: Mapping[str
     for name, pace in paces.items():
         is_held_back = pace.games < config.run.num_collection_workers
         start, batch_size = f"{name}: " * bool(name), policies[name].learner.batch_size
-        if is_held_back and holds_games(policies[name]) and slots_of_policy(config) < staleness:
+        if is_held_back and holds_games(policies[name]) and changing_slots(policies[name]) < staleness:
             yield (
                 f"{start}engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} "
                 f"allows: with engine.max_loras = {len(policies) * (staleness + 1) + of_run} more could be in flight"

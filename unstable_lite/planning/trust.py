@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_built_in
-from unstable_lite.config.games import parse_player
+from unstable_lite.config.games import is_policy, parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import AppendFile, check_links
 from unstable_lite.games.api_keys import SERVER_KEY, endpoint_url, is_in_clear, is_loopback, key_variable, url_problem
-from unstable_lite.league.opponents import is_policy, training_opponents
+from unstable_lite.league.opponents import training_opponents
 from unstable_lite.models import BUILTIN
 
 CONFIG, SEAL = "config.toml", "config.seal"
@@ -79,7 +79,7 @@ def _risks(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (key with its sections, value, remark) for each entry that is not plain data, unknown keys included."""
     for key, value in _entries("", content):
         last, is_text = key.rpartition(".")[2], isinstance(value, str)
-        # The keys of a policy are those of the run's sections, or their like.
+        # A policy has keys of the run's sections, some under other names.
         is_data = _IS_DATA.get(re.sub(r"^policies\.\w+\.", "", key)) or _IS_DATA.get(last)
         if is_text and key in _URL_KEYS:
             if variable := _key_sent_to(value):

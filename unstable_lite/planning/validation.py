@@ -15,7 +15,7 @@ from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, read_fact
 from unstable_lite.adapters.peft_files import check_adapter, is_file
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec, parse_player
+from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec, is_policy, parse_player
 from unstable_lite.engines.vllm_checks import SERVER_KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
@@ -24,7 +24,7 @@ from unstable_lite.games.env_catalogue import probe, trial
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import Template, chats_in_use, known_templates, template_problems
-from unstable_lite.league.opponents import by_policy, frozen_adapters, is_policy, training_opponents
+from unstable_lite.league.opponents import by_policy, frozen_adapters, training_opponents
 from unstable_lite.learner import CRITIC_HEAD, LEARNERS
 from unstable_lite.models import chat_template, resolve_model
 from unstable_lite.models.files import check_chat_template, file_problems

@@ -218,15 +218,13 @@ def rewind(
     not over. `is_repeated`: whether a line of eval.jsonl is of an evaluation that continues or is made again.
     """
     evaluations = directory / "eval.jsonl"
-    names = {
-        (line["step"], to_tag(f"{group} n"))
-        for line in read_records(evaluations)
-        if is_repeated(line)
-        for group in [
-            evaluation_group(line["label"], line["env_id"], line["opponent"], policy_of(line.get("model", "")))
-        ]
-        for to_tag in (str, with_slugs, tag_of)  # of metrics.jsonl, and of TensorBoard's files, also of before
-    }
+    names = set[tuple[int, str]]()
+    for line in filter(is_repeated, read_records(evaluations)):
+        name = (
+            f"{evaluation_group(line['label'], line['env_id'], line['opponent'], policy_of(line.get('model', '')))} n"
+        )
+        # The names in metrics.jsonl, and in TensorBoard's files, also in those of earlier versions.
+        names |= {(line["step"], to_tag(name)) for to_tag in (str, with_slugs, tag_of)}
 
     def is_kept(step: int, logged: Iterable[str]) -> bool:
         return step <= update and not any((step, name) in names for name in logged)

@@ -27,13 +27,7 @@ from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.displayed_metrics import Totals, of_policy
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
-from unstable_lite.tracking.windows import (
-    Collected,
-    GameWindows,
-    collect,
-    evaluated,
-    judged_by_alarms,
-)
+from unstable_lite.tracking.windows import Collected, GameWindows, collect, evaluated, judged_by_alarms
 from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs, policy_of, uid_of
 
 log = logging.getLogger(__name__)
@@ -190,16 +184,12 @@ class Tracker:
         self._log_league(evaluation.step)
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
-        """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`.
-
-        Their step is the update that made the checkpoint; for one of several policies, whose numbers are its own
-        updates, the run's newest update.
-        """
+        """Write the results of evaluation games without a quota for each checkpoint that is not in `still_playing`."""
         newest = self._step
         for model, env_id, opponent in [key for key in self._tallies if key[0] not in still_playing]:
             iteration = self.registry.get(model).iteration if self.registry is not None else None
             tally, step = self._tallies.pop((model, env_id, opponent)), iteration or 0
-            step = newest if step and policy_of(model) else step
+            step = newest if step and policy_of(model) else step  # a policy's checkpoints have its own updates
             self._write_evaluation(tally.evaluation("concurrent", model, step, env_id, opponent))
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
@@ -225,7 +215,7 @@ class Tracker:
     ) -> None:
         """Log `metrics` of this update with the windows over games, and a game every `TRANSCRIPT_EVERY` updates.
 
-        policy: the one that was updated, by whose name its metrics and histograms are logged.
+        policy: the prefix of its metrics.
         """
         everything = of_policy(policy, metrics) | self.windows.metrics()
         shown = [replace(one, name=uid_of(policy, f"learner/{one.name}")) for one in histograms]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from unstable_lite.config.games import opponent_shown, parse_player
+from unstable_lite.config.games import is_policy, opponent_shown
 from unstable_lite.tracking.displayed_metrics import of_policy
 from unstable_lite.tracking.evaluations import POINTS
 from unstable_lite.types import BUDGET_SPENT, GameRecord, PlayerTrajectory, Step, Turn
@@ -33,7 +33,7 @@ SCORED, VALID, ENDED = "points", "without an own invalid move", "reasons"
 class GameWindows:
     """Windows of one policy by group, sample size and metric name, those that alarms judge, and diversity by env.
 
-    Those of the policy "" have those of the run's other policies, and the ends of all games.
+    The windows of policy "" also hold those of the named policies, and the ends of all games.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class GameWindows:
 def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
     """Yield policy, kind of window, games, and the value of a finished game.
 
-    There are no points against another policy that learns. The end, which counts for the run, has the reason (empty for
-    a stop), and the fewest tokens of an answer that was cut off, if one was.
+    Games against another policy give no points. The end, which counts for the run, has the reason (empty for a stop),
+    and the fewest tokens of an answer that was cut off, if one was.
     """
     spec = record.spec
     cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]
@@ -111,7 +111,7 @@ def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
     if is_training:
         for policy in dict.fromkeys(own.values()) or ("",):
             yield policy, VALID, spec.env_id, float(policy not in map(own.get, record.invalid_pids))
-    if opponent is None or parse_player(opponent).kind == "policy":
+    if opponent is None or is_policy(opponent):
         return
     for pid, policy in own.items():
         if record.outcomes[pid] != "na":

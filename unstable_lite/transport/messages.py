@@ -39,7 +39,7 @@ class Request(Message, Generic[R]):
 
 class LearnerRequest(Request[R], Generic[R], kw_only=True):
     policy: str = ""
-    """Name of the policy that it is about; the only one of a run has the name ""."""
+    """Name of the policy; "" if the run has only one."""
 
 
 class Done(Reply):
@@ -146,17 +146,10 @@ class WriteAdapter(LearnerRequest[AdapterDigest]):
 
     version: int
     path: str
-
-
-class BeginAgain(LearnerRequest[AdapterDigest]):
-    """Forget the policy's training, take another adapter, and write it to `path`, as `version`."""
-
-    version: int
-    path: str
-    adapter: str | None
-    """PEFT directory of the adapter to begin with; None: a fresh one, which has no effect."""
-    seed: int
-    """Seed of the fresh parameters, and of the policy's random streams from now on."""
+    seed: int | None = None
+    """Seed of a new training that begins before, in place of the policy's; None: none begins."""
+    adapter: str | None = None
+    """PEFT directory of the adapter that the new training begins with; None: a fresh one, which has no effect."""
 
 
 class Scored(Reply):
@@ -298,12 +291,8 @@ class Stop(Notice):
     """Ask a worker to exit."""
 
 
-MESSAGES: tuple[type[Message], ...] = tuple(
-    kind
-    for base in (Request, LearnerRequest, Reply, Notice)
-    for kind in base.__subclasses__()
-    if kind is not LearnerRequest
-)
+_BASES = (Request, LearnerRequest, Reply, Notice)
+MESSAGES: tuple[type[Message], ...] = tuple(k for base in _BASES for k in base.__subclasses__() if k not in _BASES)
 REPLIES: dict[Callable[..., Message], type[Reply]] = {
     request: get_args(request.__orig_bases__[0])[0]  # type: ignore[attr-defined]
     for request in MESSAGES

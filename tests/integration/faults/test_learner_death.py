@@ -243,13 +243,13 @@ async def test_training_that_began_again_survives_the_learners_death(
             await learning.update(version)
         paths = arena.directory / ".learner-3.unfinished", arena.learner_state(3)
         tasks.create_task(learning.kill_when(lambda: any(map(Path.exists, paths))))  # while it writes its state
-        fresh = await client.begin_again(3, arena, seed=5)
+        fresh = await client.write_adapter(3, arena, seed=5)
         assert fresh == peft_files.adapter_digest(arena.path(3)) != peft_files.adapter_digest(arena.path(2))
         learning.kill()
         assert (await learning.update(4)).metrics["step"] == 1
-        assert await client.begin_again(5, arena, seed=5) == fresh
-        assert await client.begin_again(6, arena, seed=6) != fresh
-        copied = await client.begin_again(7, arena, seed=5, adapter=arena.path(4))
+        assert await client.write_adapter(5, arena, seed=5) == fresh
+        assert await client.write_adapter(6, arena, seed=6) != fresh
+        copied = await client.write_adapter(7, arena, seed=5, adapter=arena.path(4))
         assert copied == peft_files.adapter_digest(arena.path(4))
         assert (await learning.update(8)).metrics["step"] == 1
         assert learning.supervisor.restarts in (1, 2)

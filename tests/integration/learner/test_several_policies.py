@@ -17,7 +17,7 @@ from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.batching import length
 from unstable_lite.transport.messages import (
     AdapterDigest,
-    BeginAgain,
+    Failed,
     LoadLearner,
     SaveLearner,
     Score,
@@ -168,7 +168,7 @@ def test_training_that_begins_again_is_that_of_a_new_learner(config, make_items,
         for version in range(1, 3 if place == "shared" else 1):
             update(one, make_items(6, seed=version, turns=2), version, tmp_path / place, name)
         path = tmp_path / place / "again"
-        message = BeginAgain(request_id=1, version=9, path=str(path), adapter=adapter, seed=5, policy=name)
+        message = WriteAdapter(request_id=1, version=9, path=str(path), adapter=adapter, seed=5, policy=name)
         digest = one.answer(message)
         assert isinstance(digest, AdapterDigest) and digest.digest == peft_files.adapter_digest(path)
         one.answer(SaveLearner(request_id=2, path=str(tmp_path / place / "state"), policy=name))
@@ -182,6 +182,18 @@ def test_training_that_begins_again_is_that_of_a_new_learner(config, make_items,
         assert not any(tensor.any() for key, tensor in tensors.items() if ".lora_B." in key)
     else:
         assert is_equal(tensors, peft_files.read_adapter(tmp_path / f"{other}-1")[0])
+
+
+def test_unfit_adapter_of_a_new_training_fails_the_request_and_changes_nothing(config, make_items, tmp_path):
+    one = worker.make_workers(config, "cpu")["third"]
+    update(one, make_items(6, turns=2), 1, tmp_path, "third")
+    update(alone(config.changed(lora={"lora_rank": 2}), "third"), make_items(6, turns=2), 1, tmp_path / "other")
+    before = snapshot(one.learner)
+    for directory in (tmp_path / "missing", tmp_path / "other" / "-1"):
+        again = {"version": 2, "path": str(tmp_path / "again"), "adapter": str(directory), "seed": 5}
+        reply = one.answer(WriteAdapter(request_id=1, policy="third", **again))
+        assert isinstance(reply, Failed) and str(directory) in reply.error
+        assert is_equal(before, snapshot(one.learner))
 
 
 async def test_process_carries_out_a_request_for_the_policy_that_it_names(start, config, tmp_path):  # noqa: F811

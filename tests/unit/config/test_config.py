@@ -17,7 +17,7 @@ from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
 from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed
-from unstable_lite.planning.plan import Plan, load_plan, make_plan
+from unstable_lite.planning.plan import Plan, _opponents, load_plan, make_plan
 from unstable_lite.planning.staleness import describe_games
 from unstable_lite.planning.validation import find_problems, find_worker_problems
 from unstable_lite.reward_transformations import STEP
@@ -357,7 +357,7 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(strategy, num_act
 def test_only_opponents_that_may_be_drawn_are_listed(strategy, num_actors, says):
     league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
     envs = [{**ENV, "num_actors": num_actors}]
-    shown = plan_of(train_envs=envs, engine={"max_loras": 16}, league=league).opponents()
+    shown = _opponents(plan_of(train_envs=envs, engine={"max_loras": 16}, league=league).config)
     assert shown == says or (num_actors == 2 and "not used" in shown)
 
 

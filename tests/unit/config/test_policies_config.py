@@ -20,7 +20,6 @@ from unstable_lite.planning.defaults import (
     holds_games,
     policy_configs,
     resolve_defaults,
-    slots_of_policy,
 )
 from unstable_lite.planning.memory import learner_memory, memory_of_run, shape_of
 from unstable_lite.planning.placement import place
@@ -84,13 +83,13 @@ def test_envs_of_a_policy_are_those_with_a_seat_for_it_and_evaluations_against_o
 @pytest.mark.parametrize(
     ("main", "exploiter", "league", "run", "sizes", "needed", "max_loras"),
     [
-        ("mirror", "policy:main", {}, {}, [1, 1], 4, 12),
-        ("mirror", "policy:main", {}, {"eval_games": 2, "eval_every": 1}, [1, 1], 6, 14),
-        ("lagged", "policy:main", {"opponent_lag": [1, 2]}, {}, [3, 1], 7, 15),
-        ("lagged", "uniform", {"opponent_lag": [1, 2]}, {}, [3, 3], 10, 17),
-        ("mirror", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 1], 7, 15),
-        ("policy:exploiter/past", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 3], 10, 16),
-        ("mirror", "policy:main/past", {"max_active_checkpoints": 2}, {}, [2, 2], 8, 16),
+        ("mirror", "policy:main", {}, {}, [1, 1], 6, 14),
+        ("mirror", "policy:main", {}, {"eval_games": 2, "eval_every": 1}, [1, 1], 8, 16),
+        ("lagged", "policy:main", {"opponent_lag": [1, 2]}, {}, [3, 1], 9, 17),
+        ("lagged", "uniform", {"opponent_lag": [1, 2]}, {}, [3, 3], 12, 19),
+        ("mirror", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 1], 9, 16),
+        ("policy:exploiter/past", "policy:main/past", {"opponent_lag": [1, 2]}, {}, [3, 3], 12, 18),
+        ("mirror", "policy:main/past", {"max_active_checkpoints": 2}, {}, [2, 2], 10, 18),
     ],
 )
 def test_slots_are_the_sum_over_the_policies(main, exploiter, league, run, sizes, needed, max_loras):
@@ -100,7 +99,7 @@ def test_slots_are_the_sum_over_the_policies(main, exploiter, league, run, sizes
     assert [active_checkpoints(own) for own in policy_configs(config).values()] == sizes
     assert (active_checkpoints(config), adapter_slots_needed(config)) == (sum(sizes), needed)
     assert config.engine.max_loras == max_loras, "games of up to four updates may be in flight for each policy"
-    assert {own.engine.max_loras for own in policy_configs(config).values()} == {config.engine.max_loras}
+    assert {own.engine.max_loras for own in policy_configs(config).values()} == {config.engine.max_loras // 2}
     short = config_of(main, exploiter, league=league, run=run, eval_envs=evaluated, engine={"max_loras": 3})
     assert any("the league of main, exploiter needs at least" in text for text in find_problems(short))
 
@@ -121,17 +120,27 @@ def test_frozen_players_count_once_and_leave_the_rest_to_the_policies(tmp_path):
     config = make_plan(config_of("fixed", {"fixed": 1, "policy:main": 1}, league={"fixed_opponents": [name]})).config
     assert frozen_adapters(config) == [name]
     assert (adapter_slots_needed(config), config.engine.max_loras) == (5, 13)
-    assert (changing_slots(config), slots_of_policy(config), slots_of_policy(config, 3)) == (12, 6, 5)
-    main = policy_configs(config)["main"]
-    limits = [in_flight(main, {}, slots=slots).limit for slots in (slots_of_policy(config), changing_slots(config))]
-    assert limits == [384 * 4 / 2, 384 * 7 / 2], "steps of at most 5 updates, or as old as max_staleness allows"
+    assert changing_slots(config) == 12
+    for num_frozen, slots in ((None, 6), (3, 5)):
+        main = policy_configs(config, num_frozen)["main"]
+        assert changing_slots(main, num_frozen) == slots
+        assert in_flight(main, {}, num_frozen).limit == 384 * (slots - 2) / 2, "steps of at most slots - 1 updates"
 
 
 def test_games_hold_adapters_if_any_policy_meets_checkpoints():
-    for exploiter, holds in (("policy:main", False), ("policy:main/past", True), ("lagged", True)):
-        config = config_of("mirror", exploiter, league={"adapter_policy": "turn"})
+    for exploiter, holds in (("mirror", False), ("policy:main", True), ("policy:main/past", True), ("lagged", True)):
+        config = config_of("mirror", exploiter, league={"adapter_policy": "turn"}, run={"num_eval_workers": 0})
         assert holds_games(config) == holds
         assert not holds_games(config.of_policy("main"))
+
+
+@pytest.mark.parametrize(("opponent", "holds"), [("policy:main", True), ("scripted:random", False)])
+def test_evaluations_against_a_policy_hold_its_adapter(opponent, holds):
+    sections = {"league": {"adapter_policy": "turn"}, "run": {"num_eval_workers": 0}}
+    assert (
+        holds_games(config_of("mirror", "mirror", eval_envs=[EVALUATED | {"fixed_opponent": opponent}], **sections))
+        == holds
+    )
 
 
 def test_fixed_opponents_are_those_of_all_policies_and_no_policy_is_one():
@@ -183,7 +192,7 @@ def test_check_describes_each_policy():
     assert dict(rows)["learner"].startswith("reinforce and a2c on the CPU")
     assert [text for name, text in rows if name == "warning" and "no other policy plays it" in text] == [
         "policies.exploiter: no other policy plays it; name 'policy:exploiter' in the opponents of another or as "
-        "fixed_opponent of an eval env, or seat it"
+        "fixed_opponent of an eval env, or give it a seat"
     ]
     seated = make_plan(config_of(train_envs=[NIM, ROLES]))
     assert not [text for name, text in seated.describe() if "no other policy plays it" in text]
@@ -191,7 +200,8 @@ def test_check_describes_each_policy():
 
 def test_check_predicts_games_and_slots_of_all_policies():
     config = config_of(learner={"batch_size": 64}, engine={"max_loras": 8})
-    assert (slots_of_policy(config), config.buffer.max_staleness) == (4, 8)
+    slots = {own.engine.max_loras for own in policy_configs(config).values()}
+    assert (slots, config.buffer.max_staleness) == ({4}, 8)
     rows = list(make_plan(config).describe())
     loaded = [int(text.split()[2]) for name, text in rows if name == "adapters loaded"]
     games = [int(text.split()[2]) for name, text in rows if name == "back-pressure"]
@@ -213,7 +223,7 @@ def test_shares_above_one_are_the_only_problem():
     (problem,) = find_problems(
         config_of(policies={"main": {"share": 0.9, "opponents": "mirror"}, "third": {"opponents": "pfsp"}})
     )
-    assert problem == "policies: the shares sum to 1.2 and leave no update for a policy without a share; lower them"
+    assert problem == "policies: the shares sum to 1.2; let all of them sum to 1, or leave one out to take the rest"
 
 
 def test_baselines_of_a_policy_with_a_critic_get_a_warning():

@@ -9,17 +9,10 @@ from typing import Any, TypeVar
 
 from unstable_lite import plugins
 from unstable_lite.config import Config
-from unstable_lite.config.games import parse_player
+from unstable_lite.config.games import is_policy, parse_player
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.opponents import (
-    add_training_opponents,
-    by_policy,
-    is_policy,
-    strategies,
-    training_opponents,
-    uses_fixed,
-)
+from unstable_lite.league.opponents import add_training_opponents, by_policy, strategies, training_opponents, uses_fixed
 from unstable_lite.league.samplers.env_samplers import *  # noqa: F403
 from unstable_lite.league.samplers.env_samplers import ENV_SAMPLERS, BaseEnvSampler, is_weight
 from unstable_lite.league.samplers.model_samplers import *  # noqa: F403
@@ -59,13 +52,9 @@ def build_model_sampler(config: Config, registry: ModelRegistry, rng: random.Ran
         if not is_weight(weight):
             problems.append(f"{OPPONENT}: the weight of {name!r} is {weight!r}; set a finite number above 0")
         try:
-            player, given = parse_player(name), dict[str, Any]()
-            is_policy = player.kind == "policy"
-            sampler = OtherPolicyModelSampler if is_policy else plugins.find(OPPONENT, name, MODEL_SAMPLERS)
-            if sampler is LaggedModelSampler:
-                given = {"lag_range": league.opponent_lag}
-            elif is_policy:
-                given = {"policy": player.rest}
+            sampler = OtherPolicyModelSampler if is_policy(name) else plugins.find(OPPONENT, name, MODEL_SAMPLERS)
+            given: dict[str, Any] = {"lag_range": league.opponent_lag} if sampler is LaggedModelSampler else {}
+            given |= {"policy": parse_player(name).rest} if is_policy(name) else {}
             samplers.append(_made(OPPONENT, name, partial(sampler, registry, rng, **given), options, BaseModelSampler))
             weights.append(weight)
         except ConfigError as error:
@@ -100,9 +89,6 @@ def _policy_problems(config: Config) -> Iterator[str]:
 
 def _opponent_problems(config: Config) -> Iterator[str]:
     league, names = config.league, strategies(config.league)
-    for name, options in names.items():
-        if is_policy(name) and (options.keys() != {"weight"} or not is_weight(options["weight"])):
-            yield f"{OPPONENT}: write {name!r} with a weight alone, a finite number above 0: {{ {name!r} = 0.5 }}"
     if not names:
         yield f"{OPPONENT} is an empty table: give at least one strategy a weight"
     if "none" in names and league.opponent_sampling_strategy != "none":
@@ -141,10 +127,7 @@ def _try_env_sampler(config: Config) -> None:
 
 
 def _try_model_sampler(config: Config) -> None:
-    """Draw once from each custom sampler in each env, as at a run's start. A run's policies are not there yet."""
-    own = {name: options for name, options in strategies(config.league).items() if not is_policy(name)}
-    if len(own) < len(strategies(config.league)):
-        config = config.changed(league={OPPONENT: own or "mirror"})
+    """Draw once from each custom sampler in each env, as at a run's start."""
     sampler = build_model_sampler(config, ModelRegistry(), random.Random(0))
     for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
         for spec in config.train_envs:
@@ -156,16 +139,12 @@ def _env_problems(config: Config) -> Iterator[str]:
     strategy = config.league.opponent_sampling_strategy
     for spec in config.train_envs:
         where, has_own_opponents = f"train env {spec.env_id!r}", spec.fixed_opponents is not None
-        if spec.seats:
-            continue
         if not 1 <= spec.num_actors <= spec.num_players:
             yield (f"{where}: num_actors = {spec.num_actors} must be between 1 and num_players = {spec.num_players}")
-        elif has_own_opponents and spec.num_actors == spec.num_players:
-            yield (
-                f"{where}: fixed_opponents are never met, because num_actors = num_players gives every seat to the "
-                "current policy; leave them out, or lower num_actors"
-            )
-        elif strategy == "none" and spec.num_actors < spec.num_players:
+        elif has_own_opponents and not spec.num_drawn:
+            key = "`seats`" if spec.seats else "num_actors = num_players"
+            yield f"{where}: fixed_opponents are never met, because {key} gives every seat to a policy; leave them out"
+        elif strategy == "none" and spec.num_drawn:
             yield (
                 f"{where}: num_actors = {spec.num_actors} of {spec.num_players} players, but {OPPONENT} is 'none'; "
                 "choose another, or set num_actors = num_players"
