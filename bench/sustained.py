@@ -248,7 +248,7 @@ class Measured:
             yield from again
 
     async def _ask(self, requests: Iterator[tuple[str, int]]) -> None:
-        engine, path = self._pool.engines[0], self._training.parts.store.path(self._training.progress.version)
+        engine, path = self._pool.engines[0], self._training.parts.store.path(self._training.parts.policies[""].version)
         while not self._is_over:
             prompt, version = next(requests)
             if version not in engine.adapters:  # else the engine would have to confirm it

@@ -37,6 +37,7 @@ from unstable_lite.dashboards.run_directory import RunDirectory, differences, fl
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced, understood
 from unstable_lite.planning.trust import CONFIG
+from unstable_lite.types import policy_of
 
 FORMAT = 1
 MAX_POINTS = 100
@@ -214,7 +215,8 @@ def _metrics(view: RunDirectory) -> Iterator[tuple[str, int, float | None]]:
 
 def _evaluations(view: RunDirectory) -> Iterator[tuple[str, int, float | None]]:
     for line in view.lines("eval"):
-        if line["label"] != "concurrent" and line["n"]:
+        # Of several policies, the measures are those of `main`.
+        if line["label"] != "concurrent" and line["n"] and policy_of(line["model"]) in ("", "main"):
             for value in ("points", "win_rate", "mean_reward"):
                 yield series_of(value, line["opponent"], line["env_id"]), line["step"], line[value]
 

@@ -280,8 +280,8 @@ class RestartConfig(Section):
     """Rule by which a policy begins again, as a new lineage."""
 
     start: str = Field("base", alias="from")
-    """Adapter of a new lineage: `base`, a fresh one; `initial`, that of `lora.initial_lora_path`; or the newest adapter
-    of another policy, by its name."""
+    """Adapter of a new lineage: `base`, a fresh one; `initial`, that of `lora.initial_lora_path`, if there is one; or
+    the newest adapter of another policy, by its name."""
     at_points: float | None = Field(None, gt=0, lt=1)
     """Points in its newest `games` against the policies in its `opponents` after which the lineage ends, if the lower
     end of their 95 % interval is above. Default: points do not end it."""

@@ -31,7 +31,7 @@ def describe_strategy(league: LeagueConfig) -> str:
 
 def draws_fixed(name: str) -> bool:
     """Return whether the sampler may draw `fixed_opponents`; a custom one may draw any model of the registry."""
-    return name not in ("none", "mirror", "lagged", "uniform") and not is_policy(name)
+    return name not in ("none", "mirror", "lagged", "uniform", "population") and not is_policy(name)
 
 
 def uses_fixed(league: LeagueConfig) -> bool:
@@ -40,7 +40,9 @@ def uses_fixed(league: LeagueConfig) -> bool:
 
 def uses_checkpoints(league: LeagueConfig) -> bool:
     """Return whether the policy's own checkpoints before the current one may be drawn."""
-    return any(name not in ("none", "mirror", "fixed") and not is_policy(name) for name in strategies(league))
+    return any(
+        name not in ("none", "mirror", "fixed", "population") and not is_policy(name) for name in strategies(league)
+    )
 
 
 def policies_met(config: Config) -> set[str]:

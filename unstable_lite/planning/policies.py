@@ -54,9 +54,7 @@ def _restart_rules(config: Config) -> Iterator[str]:
             yield f"{where}: no restart can happen: set at_updates, or at_points"
         if rule.at_points is not None and not policies_met(config.of_policy(name)) and not draws_population(config):
             yield f"{where}.at_points counts games against policies in policies.{name}.opponents, which names none"
-        if rule.start == INITIAL and config.lora.initial_lora_path is None:
-            yield f"{where}.from = 'initial', but there is no lora.initial_lora_path; write 'base'"
-        elif rule.start not in (BASE, INITIAL, *config.policies):
+        if rule.start not in (BASE, INITIAL, *config.policies):
             hint = suggestion(rule.start, config.policies)
             yield f"{where}.from = {rule.start!r}: write 'base', 'initial' or the name of a policy; {hint}"
         passed = [name]
