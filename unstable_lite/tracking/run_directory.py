@@ -223,8 +223,7 @@ def rewind(
         name = (
             f"{evaluation_group(line['label'], line['env_id'], line['opponent'], policy_of(line.get('model', '')))} n"
         )
-        # The names in metrics.jsonl, and in TensorBoard's files, also in those of earlier versions.
-        names |= {(line["step"], to_tag(name)) for to_tag in (str, with_slugs, tag_of)}
+        names |= {(line["step"], to_tag(name)) for to_tag in (str, with_slugs, tag_of)}  # `with_slugs`: of older files
 
     def is_kept(step: int, logged: Iterable[str]) -> bool:
         return step <= update and not any((step, name) in names for name in logged)
