@@ -56,11 +56,7 @@ class CheckpointPool:
         policy: str = "",
         number: int = 0,
     ) -> None:
-        """Create the pool of a policy, whose view `registry` is.
-
-        size: limit on active checkpoints, the current one included. directory: of the copies on disk, by uid. number:
-        index of the policy in the config.
-        """
+        """Create a policy's pool, of at most `size` checkpoints with the current one; `directory`: of copies by uid."""
         self.num_returned = 0
         """Number of checkpoints that returned."""
         self._config = config
