@@ -308,7 +308,7 @@ class PolicyConfig(Section):
     algorithm: str | None = None
     """Algorithm of this policy. Default: the run's."""
     restart: RestartConfig | None = None
-    """When it begins again. Default: never."""
+    """Rule by which the policy begins again. Default: it never does."""
     learner: Annotated[dict[str, Any], AfterValidator(_of_policy)] = {}  # noqa: RUF012 (pydantic copies it)
     """Keys of section `learner` that differ for this policy: those of its loss and optimiser."""
 

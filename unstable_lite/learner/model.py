@@ -57,7 +57,7 @@ class Policy:
         """Limit of a micro-batch; lower than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
         first, self._ending, self._turn = Policy.shared, "", [self]
-        """Its base's first policy, the end of PEFT's names of its adapters, and the active policy on the base."""
+        """First policy on the base, the end of PEFT's names of the adapters, and the active policy on the base."""
         if first is None:
             self._base, self.model = base_model.load(config, self.dtype, self.device)
         else:

@@ -1,7 +1,7 @@
-"""Lineages of policies: when a policy begins again (`policies.NAME.restart`), and what begins anew with it.
+"""Lineages: rules by which a policy restarts (`policies.NAME.restart`), and the restart.
 
-A lineage is a policy from its first adapter to the last update before a restart. The numbers of its updates and the ids
-of its adapters go on; moments, schedules, averages, ratings and the steps that wait do not.
+A lineage is a policy from its first adapter to the last update before a restart. The numbers of updates and the ids of
+adapters continue; moments, schedules, averages and ratings begin again, and waiting steps are dropped.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Lineages:
             return
         run = parts.plan.config.run
         model = parts.registry.eval_opponent(f"policy:{uid}")
-        for env, other in product(parts.plan.config.train_envs, others):
+        envs = [env for env in parts.plan.config.train_envs if env.num_players > 1]
+        for env, other in product(envs, others):
             against, label = evaluated_against(env, f"policy:{other}"), f"population {uid}"
             await parts.collector.evaluate(against, model, MEETING_GAMES, label, run.num_collection_workers)
 

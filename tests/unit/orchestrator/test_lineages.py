@@ -1,4 +1,4 @@
-"""When a policy begins again."""
+"""Rules by which a policy begins again."""
 
 from collections import deque
 from types import SimpleNamespace
