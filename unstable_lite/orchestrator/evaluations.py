@@ -13,7 +13,7 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.dashboards.text_rows import all_shortened
 from unstable_lite.errors import RequestError
@@ -165,10 +165,12 @@ class ExactEvaluations:
     async def metrics(self, policy: TrainedPolicy, logged: Collection[str] = ()) -> dict[str, float]:
         """Return the exploitabilities of a policy's newest adapter that are due after its update, except `logged` ones.
 
-        An env whose answers cannot be scored, or sampled, raises an alarm instead.
+        In an env with `seats` it is that of the policies there together. An env whose answers cannot be scored, or
+        sampled, raises an alarm instead.
         """
         name = uid_of(policy.name, "exploitability")
         games = [game for game in self._games if f"{name}/{game[0].env_id}" not in logged]
+        games = [game for game in games if policy.name in self._seats(game[0], policy)]
         if not games or self._run.exact_every is None or policy.updates % self._run.exact_every:
             return {}
         return await (self._computed if self._run.exact_samples is None else self._sampled)(policy, games)
@@ -177,10 +179,14 @@ class ExactEvaluations:
         scores = {}
         async with self._parts.colocation.learner():
             for env, tree, texts, stop in games:
+                seats = self._seats(env, policy)
                 try:
-                    scores[env.env_id] = tree, await policy.learner.score_answers(texts, stop)
+                    asked = {name: self._parts.policies[name].learner for name in seats}
+                    of = {name: await learner.score_answers(texts, stop) for name, learner in asked.items()}
                 except RequestError as error:
                     self._alarm(env, policy, error)
+                else:
+                    scores[env.env_id] = tree, [of[seats[s.seat]][n] for n, s in enumerate(tree.states)]
         metrics: dict[str, float] = {}
         for env_id, (tree, logprobs) in scores.items():
             answers = [np.exp(logp.astype(np.float64)) for logp in logprobs]
@@ -191,16 +197,18 @@ class ExactEvaluations:
     async def _sampled(self, policy: TrainedPolicy, games: Sequence[ExactGame]) -> dict[str, float]:
         """Ask the engines for answers, beside the games; without an env that a stop of the run interrupts."""
         parts, run, metrics = self._parts, self._run, dict[str, float]()
-        model, samples, update = policy.registry.current, run.exact_samples or 0, policy.updates
-        seed = policy.config.run.seed
+        samples, update, seed = run.exact_samples or 0, policy.updates, policy.config.run.seed
         for env, tree, *_ in games:
             first = -1 - update * samples * len(tree.states)
-            game = new_game(env, [model] * 2, first, "eval", derive_seed(seed, "exact", update))
+            models = [parts.policies[name].registry.current for name in self._seats(env, policy)]
+            game = new_game(env, models, first, "eval", derive_seed(seed, "exact", update))
             asking = sample_policy(
                 parts.collector.seats, game, tree, samples, run.num_collection_workers, self._lock_step
             )
             try:
-                with parts.table.leased(model.adapter_version or 0):
+                with contextlib.ExitStack() as leases:
+                    for model in models:
+                        leases.enter_context(parts.table.leased(model.adapter_version or 0))
                     sampled = await unless_set(asking, parts.stop)
             except ExceptionGroup as group:
                 if not isinstance(error := first_reason(group), RequestError):
@@ -212,6 +220,12 @@ class ExactEvaluations:
             for name, value in (await asyncio.to_thread(sampled.metrics)).items():
                 metrics[f"{'exploitability_other_answers' if name == 'rest' else name}/{env.env_id}"] = value
         return metrics
+
+    @staticmethod
+    def _seats(env: EnvSpec, policy: TrainedPolicy) -> tuple[str, ...]:
+        """Return the name of the policy at each seat: its own, unless the env has `seats`."""
+        is_of_roles = isinstance(env, TrainEnvSpec) and env.seats is not None
+        return (env.seats if is_of_roles else None) or (policy.name,) * env.num_players
 
     def _alarm(self, env: EnvSpec, policy: TrainedPolicy, error: Exception) -> None:
         text = f"no exact evaluation of {env.env_id} after update {policy.updates}: {error}"

@@ -78,6 +78,35 @@ def test_learner_computes_what_the_saved_checkpoints_have(run: Path) -> None:
     assert len({round(value, 6) for value in curve(run).values()}) == 3  # training changes it
 
 
+ROLES = """seats = ["second", "first"]
+[policies.first]
+[policies.second]
+learner = { learning_rate = 3e-2 }
+"""
+
+
+@pytest.mark.nightly
+def test_policies_of_roles_have_the_exploitability_of_the_pair_at_their_seats(tmp_path: Path) -> None:
+    text = CONFIG.replace("OUTPUT", str(tmp_path / "outputs")).replace("num_actors = 2\n", "") + ROLES
+    (tmp_path / "run.toml").write_text(text.replace("learning_steps = 2", "learning_steps = 4"))
+    runs.output_of(runs.run("run", tmp_path / "run.toml"))
+    made = runs.run_directory(tmp_path)
+    curves = {name: curve(made, f"{name}/exploitability") for name in ("first", "second")}
+    assert curves["first"][0] == curves["second"][0], "both begin as the base"
+    tree = flatten(KUHN)
+    shown = [state.observation for state in tree.states]
+    saved = made / "checkpoints" / "ckpt-4"
+    found = [
+        action_distribution(str(saved / name), KUHN, shown, config=made / "config.toml", device="cpu")
+        for name in ("second", "first")
+    ]
+    pair = [found[state.seat][n].probabilities for n, state in enumerate(tree.states)]
+    last = curves["second"][4]  # the policies take turns, the first one first
+    assert last == pytest.approx(tree.exploitability(pair), abs=1e-4)
+    for alone in found:
+        assert last != pytest.approx(tree.exploitability([one.probabilities for one in alone]), abs=1e-3)
+
+
 def test_command_and_call_have_a_row_for_each_model(run: Path, tmp_path: Path) -> None:
     code, out = command("eval", "base", run, "--exact", "--output", tmp_path)
     assert code == 0, out
