@@ -31,8 +31,9 @@ from unstable_lite.orchestrator import wiring
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks
 from unstable_lite.orchestrator.checkpoint import CheckpointSaver, rewind_to_checkpoint
-from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
+from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool, TrainedPolicy
 from unstable_lite.orchestrator.health import TrainingHealth
+from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.planning.trust import run_config
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.tracking.run_directory import MANIFEST, sha256, to_toml
@@ -145,19 +146,20 @@ def load_state(directory: Path) -> None:
         wiring.resume_tracker(tracker, checkpoint, directory)
         canaries = CanaryChecks(nobody, [nobody], table, [], 0.1, said.append)
         adapter_sync = AdapterSync(nobody, nobody, table, canaries)
+        policy = TrainedPolicy(name="", number=0, config=config, share=1.0, registry=registry, buffer=buffer)
+        policy.pool = CheckpointPool(
+            config.league, 2, registry, table, nobody, adapter_sync, directory / "adapters", said.append
+        )
         parts: Any = SimpleNamespace(
             registry=registry,
             scheduler=scheduler,
-            buffer=buffer,
+            policies={"": policy},
             adapter_sync=adapter_sync,
             collector=Collector(scheduler, buffer, PlayerFactory(nobody), table, config.run, ()),
-            pool=CheckpointPool(
-                config.league, 2, registry, table, nobody, adapter_sync, directory / "adapters", said.append
-            ),
             health=TrainingHealth(config, directory, {"": buffer}, tracker, said.append, asyncio.Event()),
             terminal=SimpleNamespace(say=said.append),
         )
-        CheckpointSaver(parts, progress=nobody or SimpleNamespace(), evaluations=nobody)._restore(checkpoint)  # type: ignore[arg-type]
+        CheckpointSaver(parts, Progress(parts), evaluations=nobody)._restore(checkpoint)  # type: ignore[arg-type]
         specs = [spec for _ in range(4) for spec in (*scheduler.next_train_group(), scheduler.next_eval_job())]
         models = [meta.ref for meta in registry.get_all_models().values() if meta.active]
         specs += [new_game(config.train_envs[0], [model] * 2, 0, "train", 0) for model in models]

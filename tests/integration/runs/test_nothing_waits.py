@@ -144,7 +144,7 @@ async def test_turns_that_use_the_newest_adapter_need_only_two_slots(tmp_path: P
     await until(lambda: loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
     assert loop.parts.adapter_sync.num_waits == 0
 
-    updates, version = loop.progress.updates, loop.progress.version
+    updates, version = loop.progress.updates, loop.parts.policies[""].version
     os.kill(worker_of(loop, "engine-0").pid, signal.SIGKILL)  # turns now wait for its replacement
     await until(lambda: loop.progress.updates >= updates + 12)  # enough to train on games with many versions
     directory = await training.end()
