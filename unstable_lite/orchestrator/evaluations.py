@@ -224,8 +224,8 @@ class ExactEvaluations:
     @staticmethod
     def _seats(env: EnvSpec, policy: TrainedPolicy) -> tuple[str, ...]:
         """Return the name of the policy at each seat: its own, unless the env has `seats`."""
-        is_of_roles = isinstance(env, TrainEnvSpec) and env.seats is not None
-        return (env.seats if is_of_roles else None) or (policy.name,) * env.num_players
+        seats = env.seats if isinstance(env, TrainEnvSpec) else None
+        return seats or (policy.name,) * env.num_players
 
     def _alarm(self, env: EnvSpec, policy: TrainedPolicy, error: Exception) -> None:
         text = f"no exact evaluation of {env.env_id} after update {policy.updates}: {error}"
