@@ -104,6 +104,7 @@ POLICIES = (
 )
 
 
+@pytest.mark.nightly
 def test_resumed_sync_run_of_two_policies_equals_a_whole_one(tmp_path: Path) -> None:
     broken = whole_and_resumed(tmp_path, POLICIES)
     trained = [line["model"] for line in run_files.evaluations(broken)]
