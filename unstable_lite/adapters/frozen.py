@@ -29,7 +29,7 @@ from unstable_lite.adapters.peft_files import (
     sync,
     write_file,
 )
-from unstable_lite.config.games import EvalEnvSpec, parse_player
+from unstable_lite.config.games import EvalEnvSpec, is_policy, parse_player
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
@@ -240,7 +240,7 @@ def find_best(run: Path, policy: str | None = None) -> tuple[Path, str]:
         if is_own and update in saved and result is not None:
             results.setdefault(update, {})[line["env_id"], line["opponent"]] = result
     envs = _eval_envs(run)
-    envs = {env for env in envs if parse_player(env[1]).kind != "policy"} or envs
+    envs = {env for env in envs if not is_policy(env[1])} or envs
     means = {
         update: fmean(of_env[env] for env in envs) for update, of_env in results.items() if envs and envs <= {*of_env}
     }

@@ -22,7 +22,7 @@ import msgspec
 
 from unstable_lite.adapters.frozen import by_update
 from unstable_lite.config import Config
-from unstable_lite.config.games import parse_player
+from unstable_lite.config.games import is_policy
 from unstable_lite.files import replaced
 from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of, score_of
@@ -237,7 +237,7 @@ class TrainingHealth:
     def _compared(self, evaluation: Evaluation) -> list[Reading]:
         self._num_evaluations += 1
         subject = named(evaluation.policy, f"evaluation of {evaluation.env_id} against {evaluation.opponent}")
-        is_judged = evaluation.n > 1 and parse_player(evaluation.opponent).kind != "policy"  # which learns, too
+        is_judged = evaluation.n > 1 and not is_policy(evaluation.opponent)  # which learns, too
         return self._contests[subject].add("collapse", subject, evaluation) if is_judged else []
 
     def _judge(self, readings: Iterable[Reading], policy: str = "") -> None:
