@@ -54,21 +54,21 @@ def read_parameters(directory: Path, policy: Policy) -> dict[str, Tensor]:
 
 
 class PastAdapters(dict[int, dict[str, Tensor]]):
-    """Parameters of the newest max_staleness + 1 adapters by version, in the CPU's memory, to measure the mismatch."""
+    """Parameters of the policy's newest adapters by version, in the CPU's memory, to measure the mismatch."""
 
-    def __init__(self, policy: Policy, max_staleness: int) -> None:
+    def __init__(self, policy: Policy, num_kept: int) -> None:
         super().__init__()
         self._policy = policy
-        self._max_staleness = max_staleness
+        self._num_kept = num_kept
         self._is_held = distributed.rank() == 0
         """Whether this rank measures, so that it needs them."""
 
     def hold(self, version: int) -> None:
-        """Keep the policy's parameters as adapter `version`, and drop those too old to be trained on."""
+        """Keep the policy's parameters as adapter `version`, and drop the oldest."""
         if not self._is_held:
             return
         self[version] = {name: p.detach().to("cpu", copy=True) for name, p in self._policy.parameters.items()}
-        for past in [past for past in self if past < version - self._max_staleness]:
+        for past in [past for past in self if past <= version - self._num_kept]:
             del self[past]
 
     def sample(self, items: Sequence[TrainItem], seed: int) -> dict[int, list[TrainItem]]:

@@ -90,9 +90,9 @@ def make_workers(config: Config, device: str) -> dict[str, _Worker]:
         torch.cuda.set_per_process_memory_fraction(share, device)
     workers: dict[str, _Worker] = {}
     try:
-        for name in config.shares:
+        for name, share in config.shares.items():
             own = config.of_policy(name)
-            workers[name] = _Worker(load_learner(own, device), own)
+            workers[name] = _Worker(load_learner(own, device), own, share)
             Policy.shared = Policy.shared or workers[name].policy
     finally:
         Policy.shared = None
@@ -110,7 +110,7 @@ def follow(workers: Mapping[str, _Worker]) -> None:
 class _Worker:
     """The learner of one policy, and the handling of each message about it."""
 
-    def __init__(self, learner: Learner, config: Config) -> None:
+    def __init__(self, learner: Learner, config: Config, share: float = 1.0) -> None:
         self.learner = learner
         self._config = config
         self._oom_retries = 0
@@ -121,7 +121,8 @@ class _Worker:
         """Metrics of the newest update."""
         self.policy: Policy = learner.training.policy
         self._answers = AnswerScores(self.policy, config)
-        self.past_adapters = PastAdapters(self.policy, config.buffer.max_staleness)
+        # The fewer of the updates are this policy's, the fewer of its adapters have steps in a batch.
+        self.past_adapters = PastAdapters(self.policy, max(1, int(share * (config.buffer.max_staleness + 1))))
         self.past_adapters.hold(learner.training.version)
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,

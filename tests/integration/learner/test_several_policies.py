@@ -105,6 +105,16 @@ def test_base_is_in_memory_once(config):
     assert [policy.adapter_bytes for policy in policies] == [4 * size] * 3
 
 
+def test_policies_divide_the_past_adapters_by_share(config):
+    policies = {**POLICIES, "main": POLICIES["main"].model_copy(update={"share": 0.75})}
+    workers = worker.make_workers(config.changed(policies=policies, buffer={"max_staleness": 7}), "cpu")
+    for one in workers.values():
+        for version in range(1, 20):
+            one.past_adapters.hold(version)
+    held = {name: [*one.past_adapters] for name, one in workers.items()}
+    assert held == {"main": [14, 15, 16, 17, 18, 19], "exploiter": [19], "third": [19]}
+
+
 def test_fresh_adapters_differ_and_later_policies_elsewhere_have_their_own_base(config):
     workers = worker.make_workers(config, "cpu")
     first, second = (workers[name].policy for name in NAMES[:2])
