@@ -1,11 +1,12 @@
-"""Learners without torch that are slow or keep a diary; loaded as `fakes.slow_learners:Class`, see `numpy_learner`."""
+"""Learners without torch, named `fakes.slow_learners:Class` (`numpy_learner`), that are slow or skip a batch."""
 
 import json
 import time
 from pathlib import Path
 
 from fakes.numpy_learner import NumpyLearner
-from unstable_lite.transport.messages import Message, SaveLearner, Update
+from unstable_lite.adapters.table import IDS_OF_POLICY
+from unstable_lite.transport.messages import Message, SaveLearner, Update, Updated
 from unstable_lite.transport.worker_main import WorkerSpec
 
 
@@ -31,6 +32,16 @@ class KeepsADiary(NumpyLearner):
     def _note(self, what: str) -> None:
         with self._diary.open("a") as file:
             print(json.dumps(what), file=file)
+
+
+class SkipsItsFirstBatch(NumpyLearner):
+    has_skipped = False
+
+    def answer(self, message: Message) -> Message:
+        if isinstance(message, Update) and message.version % IDS_OF_POLICY == 2 and not self.has_skipped:
+            self.has_skipped = True
+            return Updated(request_id=message.request_id, metrics={}, skipped="a loss that is not finite")
+        return super().answer(message)
 
 
 class TakesAWhile(KeepsADiary):

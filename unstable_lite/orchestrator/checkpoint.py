@@ -220,9 +220,9 @@ class CheckpointSaver:
         """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
         progress, state, policies = self._progress, checkpoint.state, self._parts.policies
         with checkpoint.understood():
-            for name, saved in state.get("policies", {"": {"updates": state["updates"]}}).items():
+            alone = {"updates": state["updates"], "skipped": state["skipped_updates"]}
+            for name, saved in state.get("policies", {"": alone}).items():
                 policies[name].restore(saved)
-            progress.skipped = state["skipped_updates"]
             left_out = {name: part.load_state_dict(state[name]) for name, part in self._stateful().items()}
         for text in left_out["scheduler"]:
             self._parts.terminal.say(text)

@@ -294,6 +294,10 @@ class TrainedPolicy:
     pool: CheckpointPool = field(init=False)
     updates: int = 0
     """Number of updates so far."""
+    skipped: int = 0
+    """Number of batches that made no update."""
+    skipped_in_a_row: int = 0
+    """Number of them since the last update, or since the process began."""
     lineage: int = 1
     """Number of the present lineage; a restart begins the next one."""
     began: int = 0
@@ -321,11 +325,11 @@ class TrainedPolicy:
 
     def state(self) -> dict[str, Any]:
         """Return the policy's own part of a checkpoint, beside those of its parts."""
-        numbers = {"updates": self.updates, "lineage": self.lineage, "began": self.began}
+        numbers = {name: getattr(self, name) for name in ("updates", "skipped", "lineage", "began")}
         return numbers | {"points": [*self.points], "current": self.registry.get_current_ckpt()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.updates = state["updates"]
+        self.updates, self.skipped = state["updates"], state["skipped"]
         self.lineage, self.began = state.get("lineage", 1), state.get("began", 0)
         self.points.extend(state.get("points", ()))
 

@@ -37,12 +37,9 @@ MOST_SHOWN = 4
 
 class Progress:
     def __init__(self, parts: RunParts) -> None:
-        self.skipped = 0
-        """Number of batches that made no update."""
         self.training_seconds = 0.0
         """Time from the first training game to the last update."""
         self._parts = parts
-        self._skipped_in_a_row = 0
         self._started = time.monotonic()
         self._updates_before = self._games_before = self._tokens_before = 0
         """Number of updates, of games played and of tokens generated before training started, or resumed."""
@@ -51,6 +48,11 @@ class Progress:
     def updates(self) -> int:
         """Number of updates of all policies."""
         return sum(policy.updates for policy in self._parts.policies.values())
+
+    @property
+    def skipped(self) -> int:
+        """Number of batches that made no update."""
+        return sum(policy.skipped for policy in self._parts.policies.values())
 
     @property
     def next_to_learn(self) -> TrainedPolicy:
@@ -81,10 +83,10 @@ class Progress:
 
     def count_skipped(self, policy: TrainedPolicy, reason: str) -> None:
         """Count a batch of which the learner made no update."""
-        self.skipped += 1
-        self._skipped_in_a_row += 1
+        policy.skipped += 1
+        policy.skipped_in_a_row += 1
         self._parts.alarm(named(policy.name, f"skipped a batch: {reason}"))
-        self._parts.health.check_skipped(self._skipped_in_a_row, reason, policy.name)
+        self._parts.health.check_skipped(policy.skipped_in_a_row, reason, policy.name)
 
     async def report(self, policy: TrainedPolicy, batch: Batch, updated: Updated, metrics: dict[str, float]) -> None:
         """Write the steps of a policy's update and its line of metrics, and raise the alarms that follow from them.
@@ -92,13 +94,13 @@ class Progress:
         `metrics`: those that only the train loop knows, its times and the canary's.
         """
         parts, tracker = self._parts, self._parts.tracker
-        self._skipped_in_a_row = 0
+        policy.skipped_in_a_row = 0
         metrics |= {f"learner/{name}": value for name, value in updated.metrics.items()}
         metrics |= await parts.health.measure(batch)
         await tracker.add_train_data(self.updates, policy.version - 1, batch, updated.logprobs)
         metrics |= self._engine_metrics() | self._buffer_metrics(policy) | self._league_metrics(policy)
         metrics |= {
-            "learner/skipped_updates": self.skipped,
+            "learner/skipped_updates": policy.skipped,
             "run/tokens_per_s": self._tokens_per_s(),
             "run/arena_bytes": parts.store.bytes_used(),
             "transport/dropped_frames": parts.workers.router.dropped_frames,

@@ -101,6 +101,7 @@ POLICIES = (
     'policies.main.opponents={ mirror = 0.4, lagged = 0.3, "policy:exploiter" = 0.3 }',
     'policies.exploiter.opponents={ "policy:main" = 0.6, "policy:main/past" = 0.4 }',
     "policies.exploiter.share=0.4",
+    "policies.exploiter.algorithm=fakes.slow_learners:SkipsItsFirstBatch",
 )
 
 
@@ -127,6 +128,8 @@ def test_resumed_sync_run_of_lineages_equals_a_whole_one(tmp_path: Path) -> None
     broken = whole_and_resumed(tmp_path, RESTARTS)
     state = json.loads((broken / "checkpoints" / "ckpt-6" / "league.json").read_text())
     assert state["policies"]["exploiter"]["lineage"] == 4
+    newest = {name: value for update in run_files.updates(broken) for name, value in update.items()}
+    assert [newest[f"{name}/learner/skipped_updates"] for name in ("main", "exploiter")] == [0, 1]
     assert state["registry"]["population"] == ["exploiter/ckpt-1", "exploiter/ckpt-2", "exploiter/ckpt-3"]
     games = run_files.games(broken)
     kept = {agent["model"] for game in games for agent in game["agents"] if not agent["collect_data"]}
