@@ -8,6 +8,7 @@ from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games.env_catalogue import TRIAL_GAMES, env_family, is_isolated, probe, trial
 from unstable_lite.games.env_start import environment_of
+from unstable_lite.games.openspiel import game
 from unstable_lite.games.openspiel.game import OpenSpielGame
 
 KUHN = "openspiel:kuhn_poker"
@@ -52,3 +53,9 @@ def test_game_that_cannot_be_played_is_refused_with_the_reason(
     assert problem is not None and says in problem
     assert "\n" not in problem
     assert capfd.readouterr() == ("", ""), "OpenSpiel's own messages are not shown"
+
+
+def test_game_that_takes_long_is_refused_by_its_own_time_and_not_the_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(game, "TRIAL_S", 1)
+    problem = game.trial_problem("openspiel:nim(pile_sizes=60000;60000)", 2)
+    assert problem == "OpenSpiel did not play 60 moves of it within 1 s; use other parameters"

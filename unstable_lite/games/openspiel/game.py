@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -43,9 +45,8 @@ INFORMATION_FAULTS = {
     **dict.fromkeys(("dark_hex_ir", "go_fish", "liars_dice_ir", "phantom_ttt_ir", "repeated_leduc_poker"), FORGETS),
 }
 """Playable games whose information states differ from the knowledge of the seat, as a test over the catalogue finds."""
-TRIAL_TIMEOUT_S = 20.0
-TRIAL_MOVES = 60
-"""Number of random moves that are tried."""
+TRIAL_S, TRIAL_MOVES = 20, 60
+"""Most CPU time and number of random moves of a trial."""
 _INFORMATION = {
     "PERFECT_INFORMATION": "perfect information",
     "IMPERFECT_INFORMATION": "hidden information",
@@ -240,19 +241,17 @@ def trial_problem(env_id: str, num_players: int) -> str | None:
         canonical_env_id(env_id)
     except (ConfigError, ValueError) as error:
         return str(error)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, env_id, str(num_players)],
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_TIMEOUT_S,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    except subprocess.TimeoutExpired:
-        return f"OpenSpiel did not play {TRIAL_MOVES} moves of it within {TRIAL_TIMEOUT_S:g} s; use other parameters"
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, env_id, str(num_players), str(TRIAL_S)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     if done.returncode == 0:
         found: str | None = json.loads(done.stdout)
         return found
+    if done.returncode == -signal.SIGXCPU:
+        return f"OpenSpiel did not play {TRIAL_MOVES} moves of it within {TRIAL_S} s; use other parameters"
     if done.returncode < 0:
         return f"OpenSpiel crashes with these parameters (signal {-done.returncode}); use others"
     return f"OpenSpiel cannot play it: {last_line(done.stderr)}"
@@ -305,4 +304,5 @@ def describe_games() -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), resource.RLIM_INFINITY))
     print(json.dumps(_try(sys.argv[1], int(sys.argv[2]))))  # noqa: T201
