@@ -17,14 +17,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, content_file, is_built_in, is_judged
-from unstable_lite.config.games import (
-    EvalEnvSpec,
-    LeagueConfig,
-    TrainEnvSpec,
-    eval_temperature,
-    evaluated_against,
-    parse_player,
-)
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, eval_temperature, evaluated_against, parse_player
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel, check_base, find_run, find_sides, opponent
@@ -295,9 +288,10 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
     known: dict[str, list[EvalEnvSpec]] = {}
     for spec in config.eval_envs:
         known.setdefault(spec.env_id, []).append(spec)
+    trained: list[EvalEnvSpec] = []
     for train in config.train_envs:
-        if train.env_id not in known:
-            known[train.env_id] = [_as_eval(train, config.league)]
+        trained.append(evaluated_against(train, next(iter(config.league.opponents_in(train)), "scripted:random")))
+        known.setdefault(train.env_id, trained[-1:])
     if not words:
         return list(config.eval_envs) or [spec for specs in known.values() for spec in specs]
     specs: list[EvalEnvSpec] = []
@@ -313,17 +307,13 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given: dict[str, Any] = {"env_id": env_id}
         given |= {"num_players": int(players)} if players else {}
         given |= {"prompt_template": template} if template else {}
-        like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
+        like = known.get(env_id, trained[:1])
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
             given |= {"observation": "env"} if is_built_in(env_id) else {}
             given = {"num_players": 1} | given if is_judged(env_id) else given
         specs += [spec.changed(**given) for spec in like]
     return specs
-
-
-def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
-    return evaluated_against(train, next(iter(league.opponents_in(train)), "scripted:random"))
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:

@@ -6,9 +6,8 @@ import pytest
 
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
 from unstable_lite.config.reading import parse_config, parse_toml
-from unstable_lite.evaluation.plan import _as_eval
+from unstable_lite.evaluation.plan import _env_specs
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents, anchors, frozen_adapters, training_opponents
 from unstable_lite.planning.defaults import (
@@ -231,5 +230,5 @@ def test_baselines_of_a_policy_with_a_critic_get_a_warning():
 
 
 def test_env_with_seats_is_evaluated_as_it_is_trained():
-    spec = _as_eval(config_of(train_envs=[ROLES]).train_envs[0], LeagueConfig())
+    (spec,) = _env_specs(config_of(train_envs=[ROLES]), [])
     assert (spec.env_id, spec.num_players) == ("TicTacToe-v0-train", 2)
