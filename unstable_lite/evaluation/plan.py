@@ -180,9 +180,7 @@ def plan_evaluation(
     else:
         cells = make_own_cells(ours, specs, copies_of(config))
     cells = list({cell.key: cell for cell in cells}.values())  # of envs that differ only in another opponent, one
-    plan = _engine_plan(given, cells)
-    in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
-    return EvaluationPlan(plan=plan, cells=tuple(cells), is_ladder=ladder, run=run)
+    return EvaluationPlan(plan=_engine_plan(given, cells), cells=tuple(cells), is_ladder=ladder, run=run)
 
 
 def _against_saved(spec: EvalEnvSpec, run: Path | None) -> EvalEnvSpec:
@@ -249,15 +247,10 @@ def make_own_cells(models: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
-    """Split cells, in order, into rounds that each need at most `slots` adapters.
-
-    Raises ConfigError if one cell alone needs more.
-    """
+    """Split cells, in order, into rounds that each need at most `slots` adapters; a cell alone never needs more."""
     rounds: list[list[Cell]] = []
     needed: dict[str, EvaluatedModel] = {}
     for cell in cells:
-        if len(cell.adapters) > slots:
-            raise ConfigError(f"engine.max_loras = {slots}: {cell.title} needs {len(cell.adapters)}")
         if not rounds or len(needed | cell.adapters) > slots:
             rounds.append([])
             needed = {}
