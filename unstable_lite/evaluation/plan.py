@@ -230,20 +230,18 @@ def make_ladder_cells(
     return [*rated, *make_cells([model for model in models if model not in rungs], rungs, envs)]
 
 
-def make_own_cells(models: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
+def make_own_cells(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
     """Pair every model with the `fixed_opponent` of every env. Raises ConfigError with every problem of one."""
     found: dict[str, EvaluatedModel] = {}
     problems: list[str] = []
-    for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
+    for name in dict.fromkeys(env.fixed_opponent for env in envs if env.num_players > 1):
         try:
             found[name] = opponent(name, copies)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return [
-        cell for spec in specs for cell in make_cells(models, [found.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
-    ]
+    return [cell for env in envs for cell in make_cells(models, [found.get(env.fixed_opponent, NO_OPPONENT)], [env])]
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:

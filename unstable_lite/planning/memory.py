@@ -240,13 +240,12 @@ def describe(model_name: str, vram_gib: float, config: Config | None = None) -> 
 
 def _describe_learner(shape: ModelShape, config: Config, usable: int) -> Iterator[tuple[str, str]]:
     """Yield rows of one rank. `usable`: bytes of its GPU."""
-    has_critic = algorithm_of(config).has_critic
     memory = learner_memory(shape, config)
     yield "learner: frozen base", _gib(memory.base)
-    adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
+    adapters = f"adapter{'s of policy and critic,' * algorithm_of(config).has_critic}"
     if config.policies:
-        adapters = f"adapters of {' and '.join(config.policies)}, of rank {config.lora.lora_rank}"
-    yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
+        adapters = f"adapters of {' and '.join(config.policies)},"
+    yield f"learner: {adapters} of rank {config.lora.lora_rank}", f"{_gib(memory.adapter)} with gradient and optimiser"
     yield f"learner: logits of {LOGITS_CHUNK_TOKENS[True]} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
         memory = learner_memory(shape, config.changed(learner={"activation_checkpointing": is_checkpointed}))

@@ -218,9 +218,8 @@ class Placement:
         if shape is None or room is None:
             return is_on, "the model's shape or the memory of the learner's device is not known"
         is_off = learner.changed(activation_checkpointing=False)
-        is_on_gpu = "cpu" not in self.learner_devices
         tokens, longest = self._largest_micro_batch()
-        memory = learner_memory(shape, self.config.changed(learner=is_off), is_on_gpu, longest)
+        memory = learner_memory(shape, self.config.changed(learner=is_off), "cpu" not in self.learner_devices, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
             is_off = is_off.changed(max_tokens_per_micro_batch=tokens)
