@@ -378,7 +378,7 @@ def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update,
     assert shape is not None
     if arguments["kind"] == "ours":
         dtype = "bfloat16" if policy.dtype == torch.bfloat16 else "float32"
-        needs = memory.learner_memory(shape, config.learner.model_copy(update={"dtype": dtype}), config.lora)
+        needs = memory.learner_memory(shape, config.changed(learner={"dtype": dtype}))
         still, size = needs.base + needs.adapter, 1024 if is_small else 8192
         how = f"computed; of {size} tokens {(needs.total(size) - still) / MB:.0f} MB, counted {counted(size) / MB:.0f}"
         return {"how": how} | {str(gb): needs.longest(still + int(gb * 1e9)) for gb in BUDGETS_GB}

@@ -161,9 +161,7 @@ def sft(
 
 
 @app.command()
-def envs(
-    pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "",
-) -> None:
+def envs(pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "") -> None:
     """List TextArena's env ids for training and OpenSpiel's games, with players and remarks."""
     from unstable_lite.dashboards.terminal import plain_table
     from unstable_lite.games.env_catalogue import describe_envs, env_family

@@ -156,13 +156,8 @@ class TrainEnvSpec(EnvSpec):
 
 
 INHERITED = (
-    "prompt_template",
-    "action_extraction_fn",
-    "max_turns",
-    "observation",
-    "reward_scale",
-    "env_kwargs",
-    "error_allowance",
+    *("prompt_template", "action_extraction_fn", "max_turns", "observation"),
+    *("reward_scale", "env_kwargs", "error_allowance"),
 )
 """Keys that an eval env takes over from the training env of the same id, so that a curve measures the trained game."""
 

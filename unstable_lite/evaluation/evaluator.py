@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,7 @@ from unstable_lite.games.players.human import news
 from unstable_lite.games.players.policy import Player, thinking_budget
 from unstable_lite.games.run_prompts import recorded_prompts
 from unstable_lite.games.templates import templates_for
-from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason, log_file
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals, log_file
 from unstable_lite.orchestrator.workers import started_engines, while_alive
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.trust import run_config
@@ -85,8 +85,6 @@ async def evaluate(evaluation: EvaluationPlan, output: Path, games: int, say: Ca
             places = rate(rated)
         if places:
             write_places(output, places)
-    except BaseExceptionGroup as group:
-        raise first_reason(group) from group
     except OSError as error:
         raise UnstableError(f"{output}: {error.strerror}; finished games are in results.jsonl") from error
     finally:
@@ -102,9 +100,8 @@ class LoadedAdapters:
     names its adapter.
     """
 
-    def __init__(self, engines: EnginePool, num_slots: int) -> None:
+    def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
-        self._num_slots = num_slots
         self._ids = {BASE: 0}
         """Ids of the loaded adapters by the model's key."""
         self._last_id = 0
@@ -113,12 +110,6 @@ class LoadedAdapters:
         if model.is_fixed:
             return ModelRef(uid=f"fixed-{model.name}", kind="fixed", name=model.name)
         return ModelRef(uid=model.name, kind="checkpoint", adapter_version=self._ids[model.key])
-
-    async def rounds(self, cells: Iterable[Cell]) -> AsyncIterator[list[Cell]]:
-        """Yield the cells in rounds, each with its adapters loaded. Raises AdapterError."""
-        for round_ in in_rounds(cells, self._num_slots):
-            await self.hold({key: model for cell in round_ for key, model in cell.adapters.items()})
-            yield round_
 
     async def hold(self, models: Mapping[str, EvaluatedModel]) -> None:
         """Load these adapters, given by key; unload the others.
@@ -179,8 +170,7 @@ async def with_engines(
         thinking = thinking_budget(config.engine, workers.info)
         generate = workers.engines.generate
         async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:
-            adapters = LoadedAdapters(workers.engines, config.engine.max_loras)
-            return await while_alive(workers.processes, work(seats, adapters))
+            return await while_alive(workers.processes, work(seats, LoadedAdapters(workers.engines)))
 
 
 async def _play_all(
@@ -191,7 +181,7 @@ async def _play_all(
     say: Callable[[str], None],
     is_restart: bool,
 ) -> None:
-    config = evaluation.plan.config.run
+    config, slots = evaluation.plan.config.run, evaluation.plan.config.engine.max_loras
 
     async def play_rounds(seats: PlayerFactory, adapters: LoadedAdapters) -> None:
         runner = GameRunner(seats, config, environments)
@@ -200,7 +190,8 @@ async def _play_all(
             cell, number = game
             results.add(cell, await runner.play(game_spec(cell, number, config.seed, adapters.ref)))
 
-        async for round_ in adapters.rounds(cell for cell in evaluation.cells if todo[cell.key]):
+        for round_ in in_rounds((cell for cell in evaluation.cells if todo[cell.key]), slots):
+            await adapters.hold({key: model for cell in round_ for key, model in cell.adapters.items()})
             names = [f"{cell.title} in {cell.env.env_id}" for cell in round_]
             say(f"playing {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3))
             games = ((cell, number) for cell in round_ for number in todo[cell.key])

@@ -24,7 +24,7 @@ from unstable_lite.games.openspiel.game_tree import GameTree, Policy, flatten, r
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import allowance_problem
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals
 from unstable_lite.rollout.sampled_policy import SampledPolicy, sample_policy
 from unstable_lite.tracking.intervals import percent
 
@@ -140,11 +140,8 @@ async def evaluate_by_samples(
                 results.append(exact_result(model.name, env.env_id, tree, answers))
                 say(f"{model.name} in {env.env_id}: exploitability {_interval(results[-1])} (95 %)")
 
-    try:
-        with cancelled_by_signals():
-            await with_engines(evaluation.plan, evaluation.run, logs, say, ask_all)
-    except BaseExceptionGroup as group:
-        raise first_reason(group) from group
+    with cancelled_by_signals():
+        await with_engines(evaluation.plan, evaluation.run, logs, say, ask_all)
 
 
 def exact_tables(results: Sequence[ExactResult]) -> list[Table]:

@@ -17,14 +17,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, content_file, is_built_in, is_judged
-from unstable_lite.config.games import (
-    EvalEnvSpec,
-    LeagueConfig,
-    TrainEnvSpec,
-    eval_temperature,
-    evaluated_against,
-    parse_player,
-)
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, eval_temperature, evaluated_against, parse_player
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel, check_base, find_run, find_sides, opponent
@@ -187,9 +180,7 @@ def plan_evaluation(
     else:
         cells = make_own_cells(ours, specs, copies_of(config))
     cells = list({cell.key: cell for cell in cells}.values())  # of envs that differ only in another opponent, one
-    plan = _engine_plan(given, cells)
-    in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
-    return EvaluationPlan(plan=plan, cells=tuple(cells), is_ladder=ladder, run=run)
+    return EvaluationPlan(plan=_engine_plan(given, cells), cells=tuple(cells), is_ladder=ladder, run=run)
 
 
 def _against_saved(spec: EvalEnvSpec, run: Path | None) -> EvalEnvSpec:
@@ -239,32 +230,25 @@ def make_ladder_cells(
     return [*rated, *make_cells([model for model in models if model not in rungs], rungs, envs)]
 
 
-def make_own_cells(models: Sequence[EvaluatedModel], specs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
+def make_own_cells(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec], copies: Path | None) -> list[Cell]:
     """Pair every model with the `fixed_opponent` of every env. Raises ConfigError with every problem of one."""
     found: dict[str, EvaluatedModel] = {}
     problems: list[str] = []
-    for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
+    for name in dict.fromkeys(env.fixed_opponent for env in envs if env.num_players > 1):
         try:
             found[name] = opponent(name, copies)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return [
-        cell for spec in specs for cell in make_cells(models, [found.get(spec.fixed_opponent, NO_OPPONENT)], [spec])
-    ]
+    return [cell for env in envs for cell in make_cells(models, [found.get(env.fixed_opponent, NO_OPPONENT)], [env])]
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
-    """Split cells, in order, into rounds that each need at most `slots` adapters.
-
-    Raises ConfigError if one cell alone needs more.
-    """
+    """Split cells, in order, into rounds that each need at most `slots` adapters; a cell alone never needs more."""
     rounds: list[list[Cell]] = []
     needed: dict[str, EvaluatedModel] = {}
     for cell in cells:
-        if len(cell.adapters) > slots:
-            raise ConfigError(f"engine.max_loras = {slots}: {cell.title} needs {len(cell.adapters)}")
         if not rounds or len(needed | cell.adapters) > slots:
             rounds.append([])
             needed = {}
@@ -295,9 +279,10 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
     known: dict[str, list[EvalEnvSpec]] = {}
     for spec in config.eval_envs:
         known.setdefault(spec.env_id, []).append(spec)
+    trained: list[EvalEnvSpec] = []
     for train in config.train_envs:
-        if train.env_id not in known:
-            known[train.env_id] = [_as_eval(train, config.league)]
+        trained.append(evaluated_against(train, next(iter(config.league.opponents_in(train)), "scripted:random")))
+        known.setdefault(train.env_id, trained[-1:])
     if not words:
         return list(config.eval_envs) or [spec for specs in known.values() for spec in specs]
     specs: list[EvalEnvSpec] = []
@@ -313,17 +298,13 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given: dict[str, Any] = {"env_id": env_id}
         given |= {"num_players": int(players)} if players else {}
         given |= {"prompt_template": template} if template else {}
-        like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
+        like = known.get(env_id, trained[:1])
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
             given |= {"observation": "env"} if is_built_in(env_id) else {}
             given = {"num_players": 1} | given if is_judged(env_id) else given
         specs += [spec.changed(**given) for spec in like]
     return specs
-
-
-def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
-    return evaluated_against(train, next(iter(league.opponents_in(train)), "scripted:random"))
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell]) -> Plan:

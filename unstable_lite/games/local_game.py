@@ -179,11 +179,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-class _StepErrors:
+class _StepErrors(contextlib.AbstractContextManager[object]):
     """Context of a call of an env's `step`. Raises EnvRaised for an exception that only the action explains."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, UnstableError) or not isinstance(error, Exception | SystemExit):  # argparse exits

@@ -183,9 +183,7 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
     Raises ConfigError for a chat template that the engine did not lay out.
     """
     laid_out, special_tokens = prompts.get("chats", {}), tuple(prompts.get("special_tokens", ()))
-    templates = {
-        name: known for name, known in known_templates(config.templates).items() if isinstance(known, Template)
-    }
+    templates = {name: made for name, made in known_templates(config.templates).items() if isinstance(made, Template)}
     for chat in chats_in_use(config):
         if chat.name not in laid_out:
             raise ConfigError(

@@ -9,11 +9,11 @@ so a GPU needs somewhat less. Loads neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.config import Config
-from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig, reference_adapter
+from unstable_lite.config.training import EngineConfig, LoraConfig, reference_adapter
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import BLOCK_QUERIES, LOGITS_CHUNK_TOKENS, MOST_COPIES
 from unstable_lite.models import read_json, resolve_model
@@ -150,23 +150,17 @@ class LearnerMemory:
         return max(0, min(under_head, under_layer))
 
 
-def learner_memory(
-    shape: ModelShape,
-    learner: LearnerConfig,
-    lora: LoraConfig,
-    has_critic: bool = False,
-    is_on_gpu: bool = True,
-    longest: int = 0,
-) -> LearnerMemory:
-    """Return the memory of a learner rank.
+def learner_memory(shape: ModelShape, config: Config, is_on_gpu: bool = True, longest: int = 0) -> LearnerMemory:
+    """Return the memory of a rank that holds the adapters of all policies of a config beside one base.
 
     longest: tokens of the longest sequence, to count the mask of shared prefixes, which a GPU needs no memory for.
 
     With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
     float32. A critic counts as a second adapter, and the reference of a KL penalty as the weights of another.
     """
+    learner = config.learner
     is_bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and is_on_gpu)
-    h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
+    h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, config.lora.lora_rank
     if is_bfloat16:
         width, layer, recomputed, ends = 2, 12.4 * h + 8 * i + 14 * q + 12 * k + 18 * r, 2.4 * h + 4 * i, 19 * h
     else:
@@ -179,24 +173,17 @@ def learner_memory(
     if longest and not is_on_gpu:
         kept += 4 * (longest / 2 + BLOCK_QUERIES)  # on average a token sees half of its sequence
         kept += 0 if learner.activation_checkpointing else 4 * 2 * k * (MOST_COPIES - 1) * shape.layers
-    has_reference = reference_adapter(learner, lora) is not None
+    per_parameter = 0
+    for own in map(config.of_policy, config.shares):
+        has_reference = reference_adapter(own.learner, own.lora) is not None
+        per_parameter += (2 if algorithm_of(own).has_critic else 1) * 16 + 4 * has_reference
     return LearnerMemory(
         base=width * shape.base_parameters,
-        adapter=((2 if has_critic else 1) * 16 + 4 * has_reference) * shape.lora_parameters(lora),
+        adapter=per_parameter * shape.lora_parameters(config.lora),
         head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * LOGITS_CHUNK_TOKENS[is_on_gpu] * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),
     )
-
-
-def memory_of_run(shape: ModelShape, config: Config, is_on_gpu: bool = True, longest: int = 0) -> LearnerMemory:
-    """Return the memory of a rank that holds the adapters of all policies of a config beside one base."""
-    policies = map(config.of_policy, config.shares)
-    parts = [
-        learner_memory(shape, own.learner, own.lora, algorithm_of(own).has_critic, is_on_gpu, longest)
-        for own in policies
-    ]
-    return replace(parts[0], adapter=sum(part.adapter for part in parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,16 +240,15 @@ def describe(model_name: str, vram_gib: float, config: Config | None = None) -> 
 
 def _describe_learner(shape: ModelShape, config: Config, usable: int) -> Iterator[tuple[str, str]]:
     """Yield rows of one rank. `usable`: bytes of its GPU."""
-    has_critic = algorithm_of(config).has_critic
-    memory = memory_of_run(shape, config)
+    memory = learner_memory(shape, config)
     yield "learner: frozen base", _gib(memory.base)
-    adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
+    adapters = f"adapter{'s of policy and critic,' * algorithm_of(config).has_critic}"
     if config.policies:
-        adapters = f"adapters of {' and '.join(config.policies)}, of rank {config.lora.lora_rank}"
-    yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
+        adapters = f"adapters of {' and '.join(config.policies)},"
+    yield f"learner: {adapters} of rank {config.lora.lora_rank}", f"{_gib(memory.adapter)} with gradient and optimiser"
     yield f"learner: logits of {LOGITS_CHUNK_TOKENS[True]} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
-        memory = memory_of_run(shape, config.changed(learner={"activation_checkpointing": is_checkpointed}))
+        memory = learner_memory(shape, config.changed(learner={"activation_checkpointing": is_checkpointed}))
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
         tokens = memory.longest(usable)
         fits = f"{tokens:,} tokens" if tokens else "does not fit"

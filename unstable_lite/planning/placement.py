@@ -31,7 +31,7 @@ from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.models import model_errors, read_json, resolve_model
 from unstable_lite.models.layers import check_layers
 from unstable_lite.planning.defaults import adapters_in_memory, policy_configs, resolve_defaults
-from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, memory_of_run, shape_of
+from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
@@ -197,7 +197,7 @@ class Placement:
         if shape is None or is_offloaded or config.engine.kind not in ("auto", "vllm", "transformers"):
             return None
         engine = engine_memory(shape, config.engine, config.lora)
-        learner = memory_of_run(shape, config, is_on_gpu=device != "cpu")
+        learner = learner_memory(shape, config, is_on_gpu=device != "cpu")
         return (
             (engine.base + engine.adapters + engine.kv_per_token * config.engine.max_model_len)
             * self.engine_devices.count(device),
@@ -218,9 +218,8 @@ class Placement:
         if shape is None or room is None:
             return is_on, "the model's shape or the memory of the learner's device is not known"
         is_off = learner.changed(activation_checkpointing=False)
-        is_on_gpu = "cpu" not in self.learner_devices
         tokens, longest = self._largest_micro_batch()
-        memory = memory_of_run(shape, self.config.changed(learner=is_off), is_on_gpu, longest)
+        memory = learner_memory(shape, self.config.changed(learner=is_off), "cpu" not in self.learner_devices, longest)
         if memory.total(tokens) > room:
             tokens = max(longest, tokens // 2)
             is_off = is_off.changed(max_tokens_per_micro_batch=tokens)

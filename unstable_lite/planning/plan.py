@@ -21,14 +21,7 @@ from unstable_lite.league.opponents import by_policy, describe_strategy, frozen_
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.models.layers import no_forest
 from unstable_lite.planning import staleness
-from unstable_lite.planning.defaults import (
-    active_checkpoints,
-    adapter_slots_needed,
-    adapters_in_memory,
-    algorithm_of,
-    policy_configs,
-    resolve_defaults,
-)
+from unstable_lite.planning.defaults import active_checkpoints, adapter_slots_needed, adapters_in_memory, policy_configs
 from unstable_lite.planning.envs import (
     context_warnings,
     describe_envs,
@@ -77,7 +70,7 @@ class Plan(Placement):
         config = self.config
         yield from self._describe_workers()
         warnings = (machine_warnings(self), thinking_warnings(config), context_warnings(config))
-        of_policies = (by_policy(config, lambda own: critic_warnings(resolve_defaults(own))), policy_warnings(config))
+        of_policies = (by_policy(config, critic_warnings), policy_warnings(config))
         for texts in (*warnings, clear_key_warnings(config), template_warnings(config), *of_policies):
             yield from (("warning", text) for text in texts)
         yield from Placement.describe(self)
@@ -133,11 +126,8 @@ class Plan(Placement):
             total = size * adapters_in_memory(config)
             yield "adapters", f"{size / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
             if config.policies:
-                more = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic).adapter / MIB
-                yield (
-                    "a further policy",
-                    f"{more:.1f} MiB more in the learner, with its moments; two adapter slots or more",
-                )
+                more = f"{learner_memory(shape, config.changed(policies={})).adapter / MIB:.1f} MiB more in the learner"
+                yield "a further policy", f"{more}, with its moments; two adapter slots or more"
         if config.engine.kind == VLLM_SERVER:
             folder = config.engine.adapter_folder
             yield "adapters to the servers", f"through {folder}, the same path for the servers"

@@ -18,12 +18,9 @@ def policy_rules(config: Config) -> Iterator[str]:
     known = config.policies
     if len(known) > 31:
         yield f"policies: there are {len(known)}, but at most 31 have ids for their adapters"
-    given = [policy.share for policy in known.values() if policy.share is not None]
-    left, is_whole = 1 - sum(given), len(given) == len(known)
-    if given and (abs(left) > SHARE_ROUNDING if is_whole else left < SHARE_ROUNDING):
-        yield (
-            f"policies: the shares sum to {sum(given):g}; let all of them sum to 1, or leave one out to take the rest"
-        )
+    shares, given = config.shares.values(), sum(policy.share or 0 for policy in known.values())
+    if abs(sum(shares) - 1) > SHARE_ROUNDING or min(shares) < SHARE_ROUNDING:  # less than nothing may be left
+        yield f"policies: the shares sum to {given:g}; let all of them sum to 1, or leave one out to take the rest"
     for key, name in _policies_named(config):
         if name not in known:
             yield f"{key}: there is no [policies.{name}]; {suggestion(name, known)}"

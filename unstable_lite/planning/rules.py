@@ -273,6 +273,7 @@ def critic_warnings(config: Config) -> Iterator[str]:
     """Yield the reward transforms that change which policy is best for an algorithm with a critic."""
     if not algorithm_of(config).has_critic:
         return
+    config = resolve_defaults(config)
     gamma, why = config.learner.gamma, "changes which policy is best. The critic already is the baseline; remove it"
     for name in _baselines(config, "final_reward_transformation") if gamma < 1 else ():
         yield f"rewards.final_reward_transformation: discounted by learner.gamma = {gamma:g}, {name} {why} (or set [])"

@@ -168,11 +168,25 @@ def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[t
 def _warnings(config: Config, policies: Mapping[str, Config], paces: Mapping[str, Pace]) -> Iterable[str]:
     slots, staleness, of_run = config.engine.max_loras, config.buffer.max_staleness, len(frozen_adapters(config))
     for name, pace in paces.items():
+        own, start = policies[name], f"{name}: " * bool(name)
         if pace.most_age > staleness:
             yield (
-                f"{name}: " * bool(name) + f"steps of long games will be {pace.most_age:.1f} updates old, but "
-                f"buffer.max_staleness = {staleness}: some will be dropped. Raise buffer.max_staleness or "
-                "learner.batch_size, or lower run.num_collection_workers"
+                f"{start}steps of long games will be {pace.most_age:.1f} updates old, but buffer.max_staleness = "
+                f"{staleness}: some will be dropped. Raise buffer.max_staleness or learner.batch_size, or lower "
+                "run.num_collection_workers"
+            )
+        is_held_back = pace.games < config.run.num_collection_workers
+        if is_held_back and holds_games(own) and changing_slots(own) < staleness:
+            yield (
+                f"{start}engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} "
+                f"allows: with engine.max_loras = {len(policies) * (staleness + 1) + of_run} more could be in flight"
+            )
+        of_group, batch_size = config.run.group_size * pace.steps_per_game, own.learner.batch_size
+        if config.run.group_size > 1 and of_group > 2 * batch_size:
+            yield (
+                f"{start}a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps "
+                f"at once, {of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise "
+                "learner.batch_size"
             )
     adapters = of_run + sum(pace.adapters - len(frozen_adapters(policies[name])) for name, pace in paces.items())
     if paces and adapters > slots:
@@ -184,21 +198,6 @@ def _warnings(config: Config, policies: Mapping[str, Config], paces: Mapping[str
             f"{holders} will need {adapters} adapter slots, but engine.max_loras = {slots}: updates "
             f"will wait until they end. Raise engine.max_loras to {adapters}, or lower buffer.max_staleness"
         )
-    for name, pace in paces.items():
-        is_held_back = pace.games < config.run.num_collection_workers
-        start, batch_size = f"{name}: " * bool(name), policies[name].learner.batch_size
-        if is_held_back and holds_games(policies[name]) and changing_slots(policies[name]) < staleness:
-            yield (
-                f"{start}engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} "
-                f"allows: with engine.max_loras = {len(policies) * (staleness + 1) + of_run} more could be in flight"
-            )
-        of_group = config.run.group_size * pace.steps_per_game
-        if config.run.group_size > 1 and of_group > 2 * batch_size:
-            yield (
-                f"{start}a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps "
-                f"at once, {of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise "
-                "learner.batch_size"
-            )
 
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:

@@ -216,6 +216,7 @@ def _env_problems(config: Config) -> Iterator[str]:
         *((f"train_envs.{index}", spec) for index, spec in enumerate(config.train_envs)),
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
+    trained = training_opponents(config)
     for where, spec in entries:
         reason = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem
         if (reason := reason or trial(spec).problem) is not None:
@@ -225,19 +226,11 @@ def _env_problems(config: Config) -> Iterator[str]:
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
-        # Frozen players and policies play in all envs.
-        for name in _opponents(config, spec):
-            if parse_player(name).is_frozen or is_policy(name):
-                continue
-            if (reason := why_not_seated(name, spec, config.opponents)) is not None:
+        opponents = (spec.fixed_opponent,) if isinstance(spec, EvalEnvSpec) else trained.get(spec.env_id, ())
+        for name in opponents if spec.num_players > 1 else ():
+            plays_all = parse_player(name).is_frozen or is_policy(name)
+            if not plays_all and (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
-
-
-def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
-    """Return the fixed opponents that may play in this env."""
-    if spec.num_players == 1:
-        return ()
-    return (spec.fixed_opponent,) if isinstance(spec, EvalEnvSpec) else training_opponents(config).get(spec.env_id, ())
 
 
 def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:

@@ -528,7 +528,7 @@ async def test_engine_that_read_other_files_is_detected(run: Path, tmp_path: Pat
         workers.engines.engines[0].load_adapter = load  # type: ignore[method-assign]
         (model,) = find_models([str(run / "checkpoints" / "ckpt-3")])
         with pytest.raises(AdapterError, match=r"ckpt-3 .*digest"):
-            await LoadedAdapters(workers.engines, 1).hold({model.key: model})
+            await LoadedAdapters(workers.engines).hold({model.key: model})
 
 
 @pytest.mark.parametrize(

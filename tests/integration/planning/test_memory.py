@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.models import peak_bytes
 from fakes import runs
 from unstable_lite.config import Config
-from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
+from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.learner import LOGITS_CHUNK_TOKENS, batching
 from unstable_lite.learner.model import Policy
 from unstable_lite.planning import memory
@@ -42,6 +42,10 @@ def config_of(directory: Path, **learner: Any) -> Config:
     return Config.model_validate(
         {"model_name": str(directory), "train_envs": [env], "learner": learner, "lora": {"lora_rank": 16}}
     )
+
+
+def defaults(**sections: Any) -> Config:
+    return Config.model_construct(train_envs=()).changed(**sections)
 
 
 @pytest.mark.parametrize("is_checkpointed", [True, pytest.param(False, marks=pytest.mark.nightly)])
@@ -86,7 +90,7 @@ def test_computed_memory_of_an_update_matches_the_allocated(
     config = config_of(tmp_path, **learner)
     found = memory.shape_of(str(tmp_path))
     assert found is not None
-    computed = memory.learner_memory(found, config.learner, config.lora, is_on_gpu=False)
+    computed = memory.learner_memory(found, config, is_on_gpu=False)
     activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
     assert activations == pytest.approx(peak_bytes(update), rel=0.2)
     assert found.lora_parameters(config.lora) == sum(parameter.numel() for parameter in policy.parameters.values())
@@ -138,24 +142,22 @@ def test_known_shapes_have_their_published_number_of_parameters(name: str, billi
 def test_largest_micro_batch_fits_and_one_more_token_does_not() -> None:
     for name, shape in memory.KNOWN_SHAPES.items():
         for is_checkpointed in (True, False):
-            learner = LearnerConfig(activation_checkpointing=is_checkpointed)
-            needed = memory.learner_memory(shape, learner, LoraConfig())
+            needed = memory.learner_memory(shape, defaults(learner={"activation_checkpointing": is_checkpointed}))
             limit = 80 * memory.GIB
             tokens = needed.longest(limit)
             assert needed.total(tokens) <= limit < needed.total(tokens + 1), name
-    small = memory.learner_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-14B"], LearnerConfig(), LoraConfig())
+    small = memory.learner_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-14B"], defaults())
     assert small.longest(8 * memory.GIB) == 0
 
 
 def test_larger_logits_chunks_a_critic_and_keys_and_values_are_counted() -> None:
     shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
     on_gpu, on_cpu = (
-        memory.learner_memory(shape, LearnerConfig(dtype="bfloat16"), LoraConfig(), is_on_gpu=is_on_gpu)
+        memory.learner_memory(shape, defaults(learner={"dtype": "bfloat16"}), is_on_gpu=is_on_gpu)
         for is_on_gpu in (True, False)
     )
     assert (on_gpu.head, on_cpu.head) == (10 * 1024 * shape.vocab_size, 10 * 128 * shape.vocab_size)
-    alone = memory.learner_memory(shape, LearnerConfig(), LoraConfig())
-    both = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), has_critic=True)
+    alone, both = (memory.learner_memory(shape, defaults(algorithm=name)) for name in ("reinforce", "a2c"))
     assert both.total(0) - alone.total(0) == alone.adapter == 16 * shape.lora_parameters(LoraConfig())
     engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
     assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bits, 28 layers, 8 heads of 128
@@ -176,10 +178,10 @@ def test_larger_logits_chunks_a_critic_and_keys_and_values_are_counted() -> None
 def test_reference_adapter_counts_its_weights(
     reference: Any, coefficient: float, initial: Path | None, is_kept: bool
 ) -> None:
-    shape, lora = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], LoraConfig(initial_lora_path=initial)
-    learner = LearnerConfig(kl_reference=reference, kl_coefficient=coefficient)
-    alone = memory.learner_memory(shape, LearnerConfig(), lora).adapter
-    assert memory.learner_memory(shape, learner, lora).adapter - alone == is_kept * 4 * shape.lora_parameters(lora)
+    shape, config = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], defaults(lora={"initial_lora_path": initial})
+    with_penalty = config.changed(learner={"kl_reference": reference, "kl_coefficient": coefficient})
+    alone, whole = (memory.learner_memory(shape, each).adapter for each in (config, with_penalty))
+    assert whole - alone == is_kept * 4 * shape.lora_parameters(config.lora)
 
 
 def test_check_memory_works_with_and_without_a_config(tmp_path: Path) -> None:
@@ -218,8 +220,8 @@ def test_memory_by_length_in_the_docs_matches_the_computation() -> None:
     rows = re.findall(r"^\| (\S+/\S+) \| (yes|no) \| (.*) \|$", GPUS.read_text(), re.M)
     assert len(rows) == 8
     for name, checkpointing, cells in rows:
-        learner = LearnerConfig(activation_checkpointing=checkpointing == "yes")
-        needed = memory.learner_memory(memory.KNOWN_SHAPES[name], learner, LoraConfig())
+        config = defaults(learner={"activation_checkpointing": checkpointing == "yes"})
+        needed = memory.learner_memory(memory.KNOWN_SHAPES[name], config)
         for length, cell in zip((1024, 2048, 4096, 8192, 16_384), cells.split(" | "), strict=True):
             computed = (needed.total(length) + memory.RESERVED_BYTES) / memory.GIB
             assert cell == f"{computed:.1f} c" or cell.endswith(" m"), (name, checkpointing, length)
@@ -238,7 +240,7 @@ def test_costs_of_ranks_in_the_docs_are_the_computed_ones() -> None:
         else:
             lora = LoraConfig(lora_rank=int(rank))
             trained, handoff_bytes = shape.lora_parameters(lora), 4
-            learner = memory.learner_memory(shape, LearnerConfig(), lora).adapter
+            learner = memory.learner_memory(shape, defaults(lora=lora)).adapter
             slots = memory.engine_memory(shape, EngineConfig(max_loras=8), lora).adapters
         share = trained / shape.base_parameters
         gib = [f"{size / memory.GIB:.2f} GiB" for size in (learner, slots)]

@@ -6,12 +6,10 @@ import pytest
 
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
 from unstable_lite.config.reading import parse_config, parse_toml
-from unstable_lite.evaluation.plan import _as_eval
+from unstable_lite.evaluation.plan import _env_specs
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents, anchors, frozen_adapters, training_opponents
-from unstable_lite.learner import LEARNERS
 from unstable_lite.planning.defaults import (
     active_checkpoints,
     adapter_slots_needed,
@@ -21,7 +19,7 @@ from unstable_lite.planning.defaults import (
     policy_configs,
     resolve_defaults,
 )
-from unstable_lite.planning.memory import learner_memory, memory_of_run, shape_of
+from unstable_lite.planning.memory import learner_memory, shape_of
 from unstable_lite.planning.placement import place
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.staleness import in_flight
@@ -164,9 +162,7 @@ def test_learner_holds_the_adapters_of_every_policy_beside_one_base():
     config = config_of(policies={"third": ppo})
     shape = shape_of(config.model_name)
     assert shape is not None
-    one = learner_memory(shape, config.learner, config.lora)
-    of_ppo = learner_memory(shape, config.of_policy("third").learner, config.lora, LEARNERS["ppo"].has_critic)
-    whole = memory_of_run(shape, config)
+    one, of_ppo, whole = (learner_memory(shape, each) for each in (*map(config.of_policy, ("main", "third")), config))
     assert whole.adapter == 2 * one.adapter + of_ppo.adapter > 4 * one.adapter
     assert (whole.base, whole.head, whole.kept_per_token) == (one.base, one.head, one.kept_per_token)
     small, large = (place(each)._least("cpu") for each in (config.changed(policies={}), config))
@@ -234,5 +230,5 @@ def test_baselines_of_a_policy_with_a_critic_get_a_warning():
 
 
 def test_env_with_seats_is_evaluated_as_it_is_trained():
-    spec = _as_eval(config_of(train_envs=[ROLES]).train_envs[0], LeagueConfig())
+    (spec,) = _env_specs(config_of(train_envs=[ROLES]), [])
     assert (spec.env_id, spec.num_players) == ("TicTacToe-v0-train", 2)

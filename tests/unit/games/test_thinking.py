@@ -279,7 +279,7 @@ async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_befor
     sampler, leased = Sampler("I wonder what", "7"), list[int]()
 
     @contextlib.contextmanager
-    def newest() -> Iterator[int]:
+    def newest(_policy: str) -> Iterator[int]:
         leased.append(8 + len(leased))
         yield leased[-1]
         assert len(sampler.asked) == 2, "the adapter is leased until the turn is over"

@@ -133,8 +133,6 @@ class PlayerFactory:
             seed, generate = self._sampling_seed, self._generate
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
             newest = None if self.keeps_adapter(agent) else self._newest
-            if newest is not None and agent.model.policy:
-                newest = partial(newest, agent.model.policy)
             if spec.sampling is not None:
                 generate = partial(generate, sampling=spec.sampling)
             if self._thinking is not None:

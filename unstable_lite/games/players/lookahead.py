@@ -162,9 +162,7 @@ def _best_of_nim(observation: str) -> list[str]:
 OPTIMAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "TicTacToe": _best_of_tictactoe,
     "Nim": _best_of_nim,
-    "KuhnPoker": lambda observation: [
-        a for a in legal_actions("KuhnPoker-v0", observation) if a in ("[bet]", "[call]")
-    ],
+    "KuhnPoker": lambda shown: [one for one in legal_actions("KuhnPoker-v0", shown) if one in ("[bet]", "[call]")],
 }
 """Reader of the best actions, by env family."""
 _ACTION = {

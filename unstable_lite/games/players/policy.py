@@ -43,9 +43,8 @@ Generates = Callable[..., Awaitable[Generation]]
 """Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`. It also gets
 `sampling` in games whose sampling is not the engines', and two requests with `max_tokens` for a budget of thinking."""
 
-LeasesNewest = Callable[..., AbstractContextManager[int]]
-"""Function that leases the newest adapter of the policy, or of the named one, for the time of the context, which is its
-version."""
+LeasesNewest = Callable[[str], AbstractContextManager[int]]
+"""Function that leases the newest adapter of the named policy for the time of the context, which is its version."""
 
 
 class PolicyPlayer:
@@ -66,7 +65,7 @@ class PolicyPlayer:
         assert agent.model.adapter_version is not None
         self._generate = generate
         self._version = agent.model.adapter_version
-        self._newest = newest
+        self._newest, self._policy = newest, agent.model.policy
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn, template.tags)
         # A custom extraction receives the answer as it was generated.
@@ -80,7 +79,7 @@ class PolicyPlayer:
         seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_turns)
         self._num_turns += 1
         # Leased before the request waits for an engine: the adapter must be there when an engine is.
-        with self._newest() if self._newest else nullcontext(self._version) as version:
+        with self._newest(self._policy) if self._newest else nullcontext(self._version) as version:
             generation = await self._generate(prompt, version, self._template.stop, seed)
         action, format_ok = self._extract(self._opened + generation.text)
         return Reply(
