@@ -133,10 +133,6 @@ class Policy:
         return int(self.base.config.get_text_config().vocab_size)
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.base.config.get_text_config().hidden_size)
-
-    @property
     def adapter_bytes(self) -> int:
         """Size in bytes of the adapter's tensors."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
