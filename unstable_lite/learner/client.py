@@ -186,9 +186,10 @@ def _copy_state(state: Path, directory: Path) -> None:
 
 def train_items(batch: Batch) -> tuple[TrainItem, ...]:
     """Return the learner's view of each step; a single step is its own trajectory."""
+    trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
     items = []
-    for index, entry in enumerate(batch):
-        for step in entry if isinstance(entry, list) else [entry]:
+    for index, steps in enumerate(trajectories):
+        for step in steps:
             weight, token_weights = plain_weights(step)
             own = {"reward": step.reward, "context": step.context, "weight": weight, "token_weights": token_weights}
             items.append(_train_item(step.generation, index, **own))
