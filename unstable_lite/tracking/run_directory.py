@@ -47,13 +47,8 @@ LIVE = "live.json"
 LIVE_EVERY_S = 2.0
 """Time between two of these states."""
 LASTING = (
-    "algorithm",
-    "learner.optimizer",
-    "lora.lora_rank",
-    "lora.lora_alpha",
-    "lora.target_modules",
-    "buffer.kind",
-    "rewards.group_baseline",
+    *("algorithm", "learner.optimizer", "lora.lora_rank", "lora.lora_alpha", "lora.target_modules"),
+    *("buffer.kind", "rewards.group_baseline"),
 )
 """Config keys that determine the contents of a checkpoint."""
 PAUSED = "PAUSED"
