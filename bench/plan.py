@@ -69,7 +69,7 @@ def tokens_of(env: str, answer: int) -> dict[str, float]:
         return make_micro_batches(items, most, None, device="cuda", of_prompts=of_prompts)
 
     def num_computed(batches: list[MicroBatch]) -> float:
-        return sum(batch.num_computed for batch in batches) / len(items)
+        return sum(batch.tokens_BT.numel() - batch.num_padding for batch in batches) / len(items)
 
     learnt = batches(LearnerConfig().max_tokens_per_micro_batch, False)
     lengths = np.array([length(item) for item in items])

@@ -32,7 +32,7 @@ def main(kernels: str, model: str, output: str) -> None:
     logps = {f"logp {index}": logp for index, logp in enumerate(policy.item_logprobs(items))}
     learner.add_gradient(items)
     gradients = {name: parameter.grad for name, parameter in policy.parameters.items() if parameter.grad is not None}
-    layer: Any = policy._base.model.layers[0]
+    layer: Any = policy.base.model.layers[0]
     computed_by = {
         "norm": layer.input_layernorm.forward.__qualname__,
         "mlp": layer.mlp.forward.__qualname__,

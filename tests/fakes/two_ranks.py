@@ -152,13 +152,13 @@ def _spoil(learner: Any, job: Job, rank: int) -> None:
         raise RuntimeError("shapes do not fit")
 
     if job.broken == rank:
-        learner.policy._base.model.register_forward_pre_hook(fail)
+        learner.policy.base.model.register_forward_pre_hook(fail)
     if job.strayed == rank:
         next(iter(learner.policy.parameters.values())).data += 1e-6
     if job.strayed_critic == rank:
         next(iter(learner.training.critic.parameters.values())).data += 1e-6
     if job.starved == rank:
-        learner.policy._base.model.layers[-1].register_forward_pre_hook(in_a_pass)
+        learner.policy.base.model.layers[-1].register_forward_pre_hook(in_a_pass)
     if job.starved_step == rank:
         learner.training.optimizer.register_step_post_hook(in_a_step)
 

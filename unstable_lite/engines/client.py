@@ -157,12 +157,7 @@ class EnginePool:
         return [engine for engine in self.engines if engine.is_up]
 
     async def generate(
-        self,
-        prompt: str,
-        version: int,
-        stop: tuple[str, ...] = (),
-        seed: int | None = None,
-        **options: Any,
+        self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None, **options: Any
     ) -> Generation:
         """Return a completion by the worker with the fewest outstanding tokens; of equals by the first.
 

@@ -25,8 +25,7 @@ UNTESTED_VLLM = "UNSTABLE_LITE_UNTESTED_VLLM"
 
 
 def resolve_devices(
-    engine_devices: Devices | Literal["auto"],
-    learner_devices: Devices | Literal["auto"],
+    engine_devices: Devices | Literal["auto"], learner_devices: Devices | Literal["auto"]
 ) -> tuple[Devices, Devices]:
     """Return the devices with `auto` decided: the learner uses the first GPU, the engines the rest; one GPU is shared.
 

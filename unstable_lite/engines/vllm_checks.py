@@ -55,7 +55,16 @@ def vllm_problems(engine: EngineConfig, kind: str, devices: Sequence[int | str])
             "engine.dtype = 'float32': vLLM's LoRA kernels for GPUs compute with 16 bits only; leave engine.dtype out, "
             "or set engine.kind = 'transformers'"
         )
-    yield from _parallel_problems(engine.tensor_parallel, devices)
+    if (size := engine.tensor_parallel) > 1:
+        if "cpu" in devices:
+            yield f"engine.tensor_parallel = {size}: engines on the CPU do not divide a model; leave it out"
+        elif len(devices) % size:
+            yield (
+                f"engine.tensor_parallel = {size} needs {size} GPUs for each engine, but engine.devices = "
+                f"{list(devices)}"
+            )
+        elif len(set(devices)) != len(devices):
+            yield f"engine.devices = {list(devices)}: with engine.tensor_parallel = {size} list each GPU once"
     for name in engine.options:
         if deciding := DECIDED.get(name):
             yield f"engine.options.{name}: set {deciding} instead"
@@ -63,20 +72,6 @@ def vllm_problems(engine: EngineConfig, kind: str, devices: Sequence[int | str])
             yield f"engine.options.{name}: leave it out, unstable_lite needs its own value"
         elif name not in argument_names():
             yield f"engine.options.{name}: vLLM has no such argument; {suggestion(name, argument_names())}"
-
-
-def _parallel_problems(size: int, devices: Sequence[int | str]) -> Iterator[str]:
-    """Yield the problems of engines that have `size` GPUs each."""
-    if size == 1:
-        return
-    if "cpu" in devices:
-        yield f"engine.tensor_parallel = {size}: engines on the CPU do not divide a model; leave it out"
-    elif len(devices) % size:
-        yield (
-            f"engine.tensor_parallel = {size} needs {size} GPUs for each engine, but engine.devices = {list(devices)}"
-        )
-    elif len(set(devices)) != len(devices):
-        yield f"engine.devices = {list(devices)}: with engine.tensor_parallel = {size} list each GPU once"
 
 
 @functools.cache

@@ -155,10 +155,8 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
         torch.cuda.set_rng_state(states["rng.cuda"], device)
 
 
-def load(
-    config: Config, dtype: torch.dtype, device: torch.device
-) -> tuple[transformers.PreTrainedModel, peft.PeftModel]:
-    """Load the base; return it, and its model with a fresh adapter."""
+def load(config: Config, dtype: torch.dtype, device: torch.device) -> peft.PeftModel:
+    """Load the base; return it with a fresh adapter."""
     torch.manual_seed(config.run.seed)
     path = resolve_model(config.model_name)
     base = load_base(path, dtype, device, config.trust_remote_code)
@@ -167,7 +165,7 @@ def load(
     model = add_lora(base, config.lora, path)
     if config.learner.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
-    return base, model
+    return model
 
 
 def add_adapter(model: peft.PeftModel, name: str, lora: LoraConfig) -> None:

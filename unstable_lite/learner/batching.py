@@ -71,11 +71,6 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Indices of `items`, in their order."""
 
-    @property
-    def num_computed(self) -> int:
-        """Number of tokens that are computed, without padding."""
-        return self.tokens_BT.numel() - self.num_padding
-
     def gather(self, per_item: Sequence[Tensor]) -> Tensor:
         """Return `N` values, from one tensor per item over its trained tokens."""
         return torch.cat([self.behaviour_logp_N[:0], *(per_item[row] for row in self.rows)])

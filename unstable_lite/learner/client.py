@@ -28,7 +28,7 @@ from unstable_lite.transport.messages import (
     WriteAdapter,
 )
 from unstable_lite.transport.rpc import WorkerChannel
-from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, Step, TrainItem
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 DEADLINE_FACTOR = 2
@@ -102,7 +102,7 @@ class LearnerClient:
         adapter: PEFT directory of the adapter to compute with; None: the one that is trained. Raises RequestError if it
         does not fit the learner's base or rank.
         """
-        items = tuple(_train_item(generation, 0.0, index) for index, generation in enumerate(generations))
+        items = tuple(_train_item(one, index, reward=0.0) for index, one in enumerate(generations))
         scored: Scored = await self._ask(Score, UPDATE_TIMEOUT_S, items=items, adapter=adapter and str(adapter))
         return scored.logprobs
 
@@ -187,23 +187,20 @@ def _copy_state(state: Path, directory: Path) -> None:
 def train_items(batch: Batch) -> tuple[TrainItem, ...]:
     """Return the learner's view of each step; a single step is its own trajectory."""
     trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
-    return tuple(
-        _train_item(step.generation, step.reward, trajectory=index, step=step)
-        for index, steps in enumerate(trajectories)
-        for step in steps
-    )
+    items = []
+    for index, steps in enumerate(trajectories):
+        for step in steps:
+            weight, token_weights = plain_weights(step)
+            own = {"reward": step.reward, "context": step.context, "weight": weight, "token_weights": token_weights}
+            items.append(_train_item(step.generation, index, **own))
+    return tuple(items)
 
 
-def _train_item(generation: Generation, reward: float, trajectory: int, step: Step | None = None) -> TrainItem:
-    of_step: dict[str, Any] = {}
-    if step is not None:
-        weight, token_weights = plain_weights(step)
-        of_step = {"context": step.context, "weight": weight, "token_weights": token_weights}
+def _train_item(generation: Generation, trajectory: int, **of_step: Any) -> TrainItem:
     return TrainItem(
         prompt_ids=generation.prompt_ids,
         completion_ids=generation.completion_ids,
         logprobs=generation.logprobs,
-        reward=reward,
         adapter_version=generation.adapter_version,
         trajectory=trajectory,
         forced=generation.forced,

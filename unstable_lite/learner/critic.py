@@ -36,7 +36,7 @@ class Critic:
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
         self._config = config.learner
-        self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
+        self.head = nn.Linear(policy.base.config.get_text_config().hidden_size, 1, device=policy.device)
         self.parameters: dict[str, nn.Parameter] = policy.add_adapter(_ADAPTER, config.lora) | {
             f"value_head.{name}": parameter for name, parameter in self.head.named_parameters()
         }

@@ -42,7 +42,8 @@ WELCOME = "unstable_lite/rank 0"
 _WELL, _NO_MEMORY, _FAILED = range(3)
 
 _messages: dist.ProcessGroup | None = None
-_num_sums = 0
+num_sums = 0
+"""Number of sums of gradients so far."""
 
 
 class RankFailed(RuntimeError):
@@ -100,11 +101,6 @@ def rank() -> int:
 
 def num_ranks() -> int:
     return dist.get_world_size() if _messages is not None else 1
-
-
-def num_sums() -> int:
-    """Return the number of sums of gradients so far."""
-    return _num_sums
 
 
 # ----------------------------------------------------------------------------- between updates
@@ -179,8 +175,8 @@ class all_ranks_or_none:
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace every rank's gradient by the sum of all, bit-identical on all ranks, with one flat all-reduce."""
-    global _num_sums
-    _num_sums += 1
+    global num_sums
+    num_sums += 1
     if num_ranks() == 1:
         return
     ours = list(parameters)

@@ -34,7 +34,7 @@ GPU_ROOT = 300
 
 def choose(policy: Policy, config: Config) -> str | None:
     """Set the policy's layout to a forest if rows and forest agree; return a warning if that was expected in vain."""
-    base, problem = policy.base_config, None
+    base, problem = policy.base.config, None
     if no_forest(base.to_dict(), config.trust_remote_code):
         return None
     longest = min(config.learner.max_train_len or config.engine.max_model_len, policy.position_limit)

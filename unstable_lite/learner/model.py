@@ -59,19 +59,20 @@ class Policy:
         first, self._ending, self._turn = Policy.shared, "", [self]
         """First policy on the base, the end of PEFT's names of the adapters, and the active policy on the base."""
         if first is None:
-            self._base, self.model = base_model.load(config, self.dtype, self.device)
+            self.model = base_model.load(config, self.dtype, self.device)
         else:
-            self._base, self.model, self._turn = first._base, first.model, first._turn
+            self.model, self._turn = first.model, first._turn
             self._ending = f"-{len(self.model.peft_config)}"
             self._begin_turn()
             torch.manual_seed(config.run.seed)
             base_model.add_adapter(self.model, ADAPTER + self._ending, config.lora)
             self.model.set_adapter(ADAPTER + self._ending)
-        self.num_base_parameters = sum(w.numel() for name, w in self._base.named_parameters() if "lora_" not in name)
+        self.base: transformers.PreTrainedModel = self.model.get_base_model()
+        self.base_weights = [weight for name, weight in self.base.named_parameters() if "lora_" not in name]
         self.parameters: dict[str, nn.Parameter] = self._parameters_of(ADAPTER)
         chunk_tokens = LOGITS_CHUNK_TOKENS[self.device.type == "cuda"]
         has_bonus = config.learner.entropy_coefficient > 0
-        self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_bonus)
+        self._head = Head(self.base, config.engine.temperature, chunk_tokens, has_bonus)
         if config.lora.initial_lora_path is not None:
             self.load_adapter(config.lora.initial_lora_path)
         if self.device.type == "cuda":
@@ -129,16 +130,7 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._base.config.get_text_config().vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._base.config.get_text_config().hidden_size)
-
-    @property
-    def base_bytes(self) -> int:
-        """Size in bytes of the base."""
-        return sum(weight.nbytes for name, weight in self._base.named_parameters() if "lora_" not in name)
+        return int(self.base.config.get_text_config().vocab_size)
 
     @property
     def adapter_bytes(self) -> int:
@@ -146,14 +138,9 @@ class Policy:
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
     @property
-    def base_config(self) -> transformers.PreTrainedConfig:
-        """Config of the base."""
-        return self._base.config
-
-    @property
     def position_limit(self) -> int:
         """Number of tokens of the longest sequence that it computes as engines do."""
-        return position_limit(self._base.config)
+        return position_limit(self.base.config)
 
     def micro_batches(
         self, items: Sequence[TrainItem], share: batching.Share | None = None
@@ -162,34 +149,30 @@ class Policy:
 
         Raises RequestError for a sequence that the engine rotated differently.
         """
-        longest, limit = max(map(batching.length, items), default=0), longrope_limit(self._base.config)
+        longest, limit = max(map(batching.length, items), default=0), longrope_limit(self.base.config)
         if longest > limit:
             raise RequestError(
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        yield from self._micro_batches(items, self._max_rows, share or self.share)
+        yield from self._micro_batches(items, self._max_rows, share)
 
     def prompt_batches(self, items: Sequence[TrainItem], max_rows: int | None) -> Iterator[batching.MicroBatch]:
         """Yield batches of the prompts of this rank's share of `items`, of any length."""
-        yield from self._micro_batches(items, max_rows, self.share, of_prompts=True)
+        yield from self._micro_batches(items, max_rows, None, of_prompts=True)
 
     def _micro_batches(
-        self, items: Sequence[TrainItem], max_rows: int | None, share: batching.Share, of_prompts: bool = False
+        self, items: Sequence[TrainItem], max_rows: int | None, share: batching.Share | None, of_prompts: bool = False
     ) -> Iterator[batching.MicroBatch]:
         layout, limit = self.layout, self.max_tokens_per_micro_batch
+        share = share or (distributed.rank(), distributed.num_ranks())
         if self.has_dropout and torch.is_grad_enabled():
             layout = "separate"
-        elif layout == "forest" and self._base.config._attn_implementation == "eager":
+        elif layout == "forest" and self.base.config._attn_implementation == "eager":
             # It keeps a number for each pair of tokens of a forest.
             limit = min(limit, max(EAGER_TOKENS, 2 * max(map(batching.length, items), default=0)))
         for batch in batching.make_micro_batches(items, limit, max_rows, share, self.device.type, layout, of_prompts):
             yield batch.to(self.device)
-
-    @property
-    def share(self) -> batching.Share:
-        """Share of a batch that this rank computes."""
-        return distributed.rank(), distributed.num_ranks()
 
     def draw_apart(self, version: int) -> None:
         """Give each other rank its own random stream for dropout; rank 0 keeps that of its state."""
@@ -292,7 +275,7 @@ class Policy:
         sampled the tokens. If no layer is transformers' own (remote code), the checkpointed layers are unknown, and the
         whole base is in training mode.
         """
-        if not any(isinstance(module, GradientCheckpointingLayer) for module in self._base.modules()):
+        if not any(isinstance(module, GradientCheckpointingLayer) for module in self.base.modules()):
             self.model.train()
         for name, module in self.model.named_modules():
             if isinstance(module, GradientCheckpointingLayer) or ".lora_dropout." in name:
@@ -366,7 +349,7 @@ class Policy:
         return self._decoded(batch.tokens_BT, batch.forest).flatten(0, 1).index_select(0, batch.source_U)
 
     def _decoded(self, tokens_BT: Tensor, forest: Forest | None = None) -> Tensor:
-        decoder = self._base.get_decoder()  # type: ignore[no-untyped-call]
+        decoder = self.base.get_decoder()  # type: ignore[no-untyped-call]
         with reading(forest) as positions:
             hidden_BTD: Tensor = decoder(input_ids=tokens_BT, use_cache=False, **positions).last_hidden_state
         return hidden_BTD
@@ -380,13 +363,13 @@ class Policy:
         """Refuse an architecture whose head is not `Head`, because it would train on wrong probabilities."""
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
         with self._autocast():
-            theirs = self._base(input_ids=tokens_BT).logits.float()
+            theirs = self.base(input_ids=tokens_BT).logits.float()
             ours = self._head.logits(self._decoded(tokens_BT)).float()
         # bfloat16 models round once more than this code.
         tolerance = (0.02 if self.dtype == torch.bfloat16 else 1e-4) * theirs.abs().max().item()
         if not torch.allclose(ours, theirs, rtol=0, atol=tolerance):
             raise ModelError(
-                f"{type(self._base).__name__}: the learner does not reproduce this architecture's logits "
+                f"{type(self.base).__name__}: the learner does not reproduce this architecture's logits "
                 f"(off by {(ours - theirs).abs().max().item():.3g}); it would train on wrong probabilities"
             )
 

@@ -86,11 +86,6 @@ class Training:
         """Parameters of policy and critic, in the optimiser's order."""
         return self.policy.parameters | (self.critic.parameters if self.critic is not None else {})
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether only the critic learns yet."""
-        return self.critic is not None and self.step < self.config.critic_warmup_updates
-
     def schedule(self) -> dict[str, float]:
         """Set learning rates and coefficients of the next update and return them as metrics."""
         config = self.config
@@ -209,8 +204,8 @@ def ready_info(policy: Policy, spec: WorkerSpec) -> dict[str, Any]:
     return {
         "adapter_bytes": policy.adapter_bytes,
         "lora_parameters": sum(parameter.numel() for parameter in policy.parameters.values()),
-        "base_parameters": policy.num_base_parameters,
-        "base_bytes": policy.base_bytes,
+        "base_parameters": sum(weight.numel() for weight in policy.base_weights),
+        "base_bytes": sum(weight.nbytes for weight in policy.base_weights),
         "dtype": str(policy.dtype).removeprefix("torch."),
         "device": spec.device,
         "threads": spec.threads,
@@ -291,7 +286,8 @@ class Update:
             self.skipped = "not finite: " + ", ".join(f"{name} {number:g}" for name, number in numbers.items())
             training.optimizer.zero_grad(set_to_none=True)
             return False
-        if norm == 0 or training.is_warming_up:  # the optimiser steps over parameters without a gradient
+        is_warming_up = training.critic is not None and training.step < training.config.critic_warmup_updates
+        if norm == 0 or is_warming_up:  # the optimiser steps over parameters without a gradient
             for parameter in training.policy.parameters.values():
                 parameter.grad = None
         training.optimizer.step()

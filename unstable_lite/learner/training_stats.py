@@ -35,8 +35,6 @@ class Trained:
     _num_positions: int = 0
     _num_read: int = 0
     """Number of the items' tokens, those of prompts included."""
-    _num_computed: int = 0
-    """Number of them that were computed, because others repeat them."""
 
     def add(
         self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, reference_logp_N: Tensor | None, loss: Tensor
@@ -54,7 +52,6 @@ class Trained:
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
         self._num_read += batch.num_tokens
-        self._num_computed += batch.num_computed
 
     def gather(self) -> None:
         """Replace this rank's data with the data of all ranks."""
@@ -63,12 +60,12 @@ class Trained:
         columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 6
         logp_N, *of_batch, reference_logp_N = distributed.concat(torch.stack(columns))
         rows_1I = distributed.concat(torch.tensor([self.rows], dtype=torch.float64))
-        counts = self._num_padding, self._num_positions, self._num_read, self._num_computed
+        counts = self._num_padding, self._num_positions, self._num_read
         loss, *counts = distributed.sum_metrics(np.array([self.loss, *counts], np.float64)).tolist()
         self._tokens = [(logp_N, *of_batch, reference_logp_N)]
         self.rows = rows_1I[0].int().tolist()
         self._loss = loss
-        self._num_padding, self._num_positions, self._num_read, self._num_computed = map(int, counts)
+        self._num_padding, self._num_positions, self._num_read = map(int, counts)
 
     def extend(self, other: Trained) -> None:
         """Add the tokens of another clipped step."""
@@ -107,6 +104,7 @@ class Trained:
             torch.cat, zip(*self._tokens, strict=True)
         )
         staleness_N = (version - version_N).float()
+        num_computed = self._num_positions - self._num_padding  # because others repeat these tokens
         kl = {}
         if not reference_logp_N.isnan().all():
             kl = losses.kl_metrics(kl_metric, logp_N, reference_logp_N, behaviour_logp_N, importance_weight_cap)
@@ -121,8 +119,8 @@ class Trained:
             "weight_zero": (weight_N == 0).float().mean().item(),
             "avg_train_len": self._num_read / len(self.rows),
             "padding_share": self._num_padding / self._num_positions,
-            "tokens_computed": float(self._num_computed),
-            "tokens_repeated": float(self._num_read - self._num_computed),
+            "tokens_computed": float(num_computed),
+            "tokens_repeated": float(self._num_read - num_computed),
             **kl,
             **losses.importance_metrics(logp_N, behaviour_logp_N, importance_weight_cap),
         }

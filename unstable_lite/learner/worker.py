@@ -289,12 +289,12 @@ class _Worker:
         Raises ConfigError for an algorithm that gives each rank a different adapter, or returns no UpdateResult: a
         restart would not help.
         """
-        name, num_sums = type(self.learner).__name__, distributed.num_sums()
+        name, num_sums = type(self.learner).__name__, distributed.num_sums
         with distributed.all_ranks_or_none():
             self.policy.draw_apart(version)
             result = checked(name, self.learner.update(items, version))
             if distributed.num_ranks() > 1 and result.skipped is None:
-                if distributed.num_sums() == num_sums:
+                if distributed.num_sums == num_sums:
                     raise ConfigError(
                         f"{name} does not call ranks.sum_gradients before its step, so that learner ranks would learn "
                         "different adapters; use one entry in learner.devices"

@@ -29,9 +29,7 @@ BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "Normalize
 
 
 def build_transforms(
-    config_entries: Iterable[Transformation | str],
-    registry: Mapping[str, Callable[..., T]],
-    arguments: Sequence[str],
+    config_entries: Iterable[Transformation | str], registry: Mapping[str, Callable[..., T]], arguments: Sequence[str]
 ) -> list[T]:
     """Create one transform per entry: a name in `registry` or `module:Class`, with its keyword arguments.
 

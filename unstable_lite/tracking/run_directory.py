@@ -47,13 +47,8 @@ LIVE = "live.json"
 LIVE_EVERY_S = 2.0
 """Time between two of these states."""
 LASTING = (
-    "algorithm",
-    "learner.optimizer",
-    "lora.lora_rank",
-    "lora.lora_alpha",
-    "lora.target_modules",
-    "buffer.kind",
-    "rewards.group_baseline",
+    *("algorithm", "learner.optimizer", "lora.lora_rank", "lora.lora_alpha", "lora.target_modules"),
+    *("buffer.kind", "rewards.group_baseline"),
 )
 """Config keys that determine the contents of a checkpoint."""
 PAUSED = "PAUSED"
@@ -220,10 +215,8 @@ def rewind(
     evaluations = directory / "eval.jsonl"
     names = set[tuple[int, str]]()
     for line in filter(is_repeated, read_records(evaluations)):
-        name = (
-            f"{evaluation_group(line['label'], line['env_id'], line['opponent'], policy_of(line.get('model', '')))} n"
-        )
-        names |= {(line["step"], to_tag(name)) for to_tag in (str, with_slugs, tag_of)}  # `with_slugs`: of older files
+        group = evaluation_group(line["label"], line["env_id"], line["opponent"], policy_of(line.get("model", "")))
+        names |= {(line["step"], tag(f"{group} n")) for tag in (str, with_slugs, tag_of)}  # `with_slugs`: older files
 
     def is_kept(step: int, logged: Iterable[str]) -> bool:
         return step <= update and not any((step, name) in names for name in logged)

@@ -49,7 +49,7 @@ def starve(learner: Any, is_too_large: Callable[[int], bool]) -> None:
         if layer.training and is_too_large(args[0].shape[:2].numel()):
             torch.empty(TOO_MUCH)
 
-    learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
+    learner.policy.base.model.layers[-1].register_forward_pre_hook(allocate)
 
 
 def update(tmp_path: Path, items: Any, version: int = 1) -> Update:
@@ -118,7 +118,7 @@ def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(make_learner, make
         if not layer.training and args[0].shape[:2].numel() > most:
             torch.empty(TOO_MUCH)
 
-    learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
+    learner.policy.base.model.layers[-1].register_forward_pre_hook(allocate)
     assert updated(worker_of(learner, tmp_path), update(tmp_path, items)).metrics["oom_retries"] >= 1
 
 
@@ -168,7 +168,7 @@ def test_other_errors_are_not_taken_for_oom(make_learner, make_items, tmp_path):
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
 
-    learner.policy._base.model.register_forward_pre_hook(fail)
+    learner.policy.base.model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         update_and_save(worker._Worker(learner, learner.config), update(tmp_path, make_items(2)))
 

@@ -148,7 +148,7 @@ def test_oversized_score_request_is_scored_in_parts_or_fails_with_advice(make_le
         if sizes[-1] > most_tokens:
             torch.empty(1 << 60)
 
-    learner.policy._base.model.layers[0].register_forward_pre_hook(allocate)
+    learner.policy.base.model.layers[0].register_forward_pre_hook(allocate)
     reply = worker._Worker(learner, learner.config).answer(Score(request_id=5, items=items))
     assert max(sizes) > 60
     if not most_tokens:

@@ -97,11 +97,12 @@ def test_base_is_in_memory_once(config):
     workers = worker.make_workers(config, "cpu")
     policies = [one.policy for one in workers.values()]
     main = policies[0]
-    assert all(policy._base is main._base and policy.base_bytes == main.base_bytes for policy in policies)
-    assert {policy.num_base_parameters for policy in policies} == {main.num_base_parameters}
+    base = {id(weight) for weight in main.base_weights}
+    assert all({id(weight) for weight in policy.base_weights} == base for policy in policies)
     num_adapters = 1 + 1 + 1 + 1 + 1 + 1 + 1  # three policies, two critics, two references
     size = sum(parameter.numel() for parameter in main.parameters.values())
-    assert sum(p.numel() for p in main.model.parameters()) == main.num_base_parameters + num_adapters * size
+    base_size = sum(weight.numel() for weight in main.base_weights)
+    assert sum(p.numel() for p in main.model.parameters()) == base_size + num_adapters * size
     assert [policy.adapter_bytes for policy in policies] == [4 * size] * 3
 
 
@@ -120,7 +121,7 @@ def test_fresh_adapters_differ_and_later_policies_elsewhere_have_their_own_base(
     first, second = (workers[name].policy for name in NAMES[:2])
     assert first.parameters.keys() == second.parameters.keys()
     assert not is_equal(dict(first.parameters), dict(second.parameters))
-    assert alone(config, "main").policy._base is not first._base
+    assert alone(config, "main").policy.base is not first.base
 
 
 def test_states_of_all_policies_resume_bit_for_bit(config, make_items, tmp_path):

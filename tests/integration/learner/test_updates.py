@@ -122,7 +122,7 @@ def test_kl_to_the_base_costs_one_forward_pass_and_none_if_off(make_learner, mak
         flags = {"activation_checkpointing": False}
         learner = make_learner(algorithm, learner=flags | {"kl_coefficient": coefficient})
         calls: list[int] = []
-        learner.policy._base.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        learner.policy.base.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         metrics = learner.update(make_items(3), 1).metrics
         forwards.append(len(calls))
         assert ("kl_to_base" in metrics) == ("kl_k1" in metrics) == bool(coefficient)

@@ -94,7 +94,8 @@ def test_computed_memory_of_an_update_matches_the_allocated(
     activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
     assert activations == pytest.approx(peak_bytes(update), rel=0.2)
     assert found.lora_parameters(config.lora) == sum(parameter.numel() for parameter in policy.parameters.values())
-    assert found.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
+    num_parameters = sum(weight.numel() for weight in policy.base_weights)
+    assert found.base_parameters == pytest.approx(num_parameters, rel=0.005)
 
 
 @pytest.mark.parametrize(

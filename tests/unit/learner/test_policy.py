@@ -116,7 +116,7 @@ def test_base_that_is_random_in_training_mode_matches_its_sampling(make_config, 
     learner = REINFORCELearner(config.model_copy(update={"model_name": str(tmp_path)}), "cpu")
     passes: list[int] = []
     items = [replace(item, logprobs=scored.adapter) for item in make_items() for scored in learner.policy.score([item])]
-    learner.policy._base.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
+    learner.policy.base.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
     for item, logprobs in zip(items, learner.update(items, 1).logprobs, strict=True):
         assert logprobs == pytest.approx(item.logprobs, abs=1e-4)
     assert len(passes) == 2, "one forward pass and one recomputation by checkpointing"
@@ -143,7 +143,7 @@ def test_checkpointing_recomputes_activations_and_changes_no_bit_on_the_cpu(make
     recomputed, kept = (make_learner(learner={"activation_checkpointing": is_on}) for is_on in (True, False))
     for learner, forwards in ((recomputed, 2), (kept, 1)):
         calls: list[int] = []
-        learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        learner.policy.base.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         assert learner.update(make_items(6), 1).skipped is None
         assert len(calls) == forwards
     for name, parameter in kept.training.parameters.items():

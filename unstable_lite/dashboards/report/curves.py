@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 from statistics import fmean
@@ -206,20 +206,19 @@ def meeting_lines(run: RunData) -> Iterator[Line]:
 
     Of two policies it is the first by name.
     """
-    size, before = math.ceil(run.num_updates / PARTS) or 1, dict[tuple[str, str], Sequence[int]]()
-    met = defaultdict[tuple[str, str], dict[int, Counter[int]]](dict)
+    size, before = math.ceil(run.num_updates / PARTS) or 1, dict[tuple[str, str], Result]()
+    met = defaultdict[tuple[str, str], dict[int, Result]](dict)
     for line in run.lines("league"):
         part = min(size * math.ceil(line["step"] / size), run.num_updates)
         for one, other, *counts in line["matches"]:  # in the order of their uids, and so of their policies
             policies = policy_of(one), policy_of(other)
             if policies[0] != policies[1] and {*policies} <= {*run.policies}:
-                of_part = met[policies].setdefault(part, Counter())
-                of_part.update(dict(enumerate(counts)))
-                of_part.subtract(dict(enumerate(before.get((one, other), ()))))
-                before[one, other] = counts
+                now, then = Result(*counts), before.get((one, other), Result(0))
+                known = met[policies].get(part, Result(0))
+                met[policies][part] = Result(*(n + new - old for n, new, old in zip(known, now, then, strict=True)))
+                before[one, other] = now
     for place, ((one, other), parts) in enumerate(met.items()):
-        results = {part: Result(*(counts[number] for number in range(4))) for part, counts in parts.items()}
-        of_parts = ((part, of, of.interval) for part, of in results.items() if of.n)
+        of_parts = ((part, of, of.interval) for part, of in parts.items() if of.n)
         points = [
             _point([run], part, of.points, band, *_texts("Points", of.points, band), f"n = {of.n:,}")
             for part, of, band in of_parts

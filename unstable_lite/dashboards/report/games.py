@@ -108,10 +108,7 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
 
 
 def _turn(
-    turn: list[Any],
-    trained: Mapping[str, Any] | None,
-    tokenizer: tokenizers.Tokenizer | None,
-    closes: Sequence[str],
+    turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer | None, closes: Sequence[str]
 ) -> dict[str, Any]:
     """Return `obs`, `text`, `action` …, `trained` if a batch had the turn, and `tokens` if the run kept them.
 
