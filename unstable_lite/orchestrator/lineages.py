@@ -50,9 +50,7 @@ class Lineages:
             others = [other.model for other in record.spec.agent_specs if other.pid != agent.pid]
             is_met = any(one.policy in self._named[policy.name] or one.uid in population for one in others)
             if is_met and (agent.model.adapter_version or 0) >= policy.buffer.first_version:
-                policy.points.append(POINTS[record.outcomes[agent.pid]])
-                if len(policy.points) > rule.games:
-                    policy.points.popleft()
+                policy.points = [*policy.points, POINTS[record.outcomes[agent.pid]]][-rule.games :]
 
     async def restart_if_due(self, policy: TrainedPolicy, is_over: bool) -> None:
         """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update.

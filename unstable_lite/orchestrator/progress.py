@@ -55,7 +55,8 @@ class Progress:
     @property
     def next_to_learn(self) -> TrainedPolicy:
         """Policy whose number of updates is the furthest behind its share; the first one of equals."""
-        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / policy.share)
+        shares = self._parts.plan.config.shares
+        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / shares[policy.name])
 
     @property
     def is_over(self) -> bool:
