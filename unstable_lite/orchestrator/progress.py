@@ -314,4 +314,4 @@ def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, i
         for rank, device in zip(process.ranks, own, strict=True):
             yield rank.channel.name, process.channel, rank.pid, device
     for rank_index in range(len(plan.learner_devices), plan.num_ranks):
-        yield f"learner-{rank_index}", workers.learner.channel, None, "elsewhere"
+        yield f"learner-{rank_index}", process.channel, None, "elsewhere"

@@ -267,7 +267,7 @@ class RunParts:
             if engine
             else partial(restore_all, [*self.workers.learners.values()]),
             alarm=self.alarm,
-            starting=sharing.starting if sharing else contextlib.nullcontext,
+            starting=(lambda: sharing.device) if sharing else contextlib.nullcontext,
             is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),
         )
 
