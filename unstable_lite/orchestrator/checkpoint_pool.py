@@ -83,7 +83,6 @@ class CheckpointPool:
 
         inherit: whether its rating begins with that of the one before.
         """
-        self._table.pin(version)
         self._table.offer(version)
         self._registry.add_policy(uid, adapter_version=version, iteration=update, inherit=inherit)
         self._store_later(uid, version)
@@ -92,7 +91,7 @@ class CheckpointPool:
 
     def evict_if_needed(self) -> None:
         """Let an opponent leave that no game uses, if the next adapter would have to wait for a slot."""
-        if self._table.has_free_slot or self._table.is_freeing:
+        if self._table.has_free_slot or self._table.retiring():
             return
         for meta in reversed(self._ranked(self._others())):
             if meta.adapter_version and self._table.adapters[meta.adapter_version].num_users == 1:
@@ -135,7 +134,6 @@ class CheckpointPool:
                 shutil.rmtree(path)
         current = self._registry.current
         if current.adapter_version:
-            self._table.pin(current.adapter_version)
             self._table.offer(current.adapter_version)
             if current.uid not in stored:
                 self._store_later(current.uid, current.adapter_version)
@@ -240,7 +238,6 @@ class CheckpointPool:
             self._store.unlink(id)
             table.remove(id)
             return True
-        table.pin(id)
         table.offer(id)
         self._registry.bring_back(uid, id)
         self.num_returned += 1
