@@ -118,10 +118,11 @@ class LockStep:
 
 
 class GameListener(Protocol):
-    """Part of a run that observes games. A subclass ignores events for which it has no method."""
+    """Part of a run that observes games."""
 
-    def begin_game(self, spec: GameSpec) -> None:
+    def begin_game(self, spec: GameSpec) -> None:  # noqa: ARG002
         """Receive a training game that begins; they come in the order of their numbers."""
+        return  # mypy lets no subclass inherit an empty body
 
     def add_record(self, record: GameRecord) -> None:
         """Receive a finished game of any kind, before the buffer."""
