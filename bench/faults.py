@@ -212,7 +212,7 @@ class Faults:
     @contextlib.asynccontextmanager
     async def _frames(self) -> AsyncIterator[Callable[[], bool]]:
         """Send malformed frames. The fault is over when all of them are dropped and counted."""
-        router = self.parts.workers.learner.channel._router
+        router = self.parts.workers.router
         before = router.dropped_frames
         with socket.socket(socket.AF_UNIX) as raw:  # not even ZeroMQ: nothing is counted
             raw.connect(router.endpoint.removeprefix("ipc://"))

@@ -121,7 +121,7 @@ class Handoff:
 
     def __init__(self, workers: Workers, arena: AdapterStore, seed: int) -> None:
         self._engine = workers.engines.engines[0]
-        self._learner = workers.learner
+        self._learner = workers.learners[""]
         self._arena = arena
         self._rng = random.Random(seed)
         self._versions = itertools.count(1)

@@ -112,6 +112,5 @@ async def add_checkpoint(
     table.load(version)
     await pool.load_adapter(version, store.path(version))
     table.check(version)
-    table.pin(version)
     table.offer(version)
     registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)

@@ -127,5 +127,4 @@ def offer(table: AdapterTable, id: int) -> None:
     table.add(id, Origin("update", str(id)), f"digest of {id}")
     table.load(id)
     table.check(id)
-    table.pin(id)
     table.offer(id)

@@ -134,10 +134,6 @@ class AdapterTable:
         """Whether a slot is free besides the one that the next new adapter needs."""
         return self.num_used_slots + 1 < self.num_slots
 
-    @property
-    def is_freeing(self) -> bool:
-        return bool(self.retiring())
-
     def add(self, id: int, origin: Origin, digest: str) -> None:
         """Add a new adapter whose files were written. `digest`: of its weights."""
         self.weights.setdefault(origin, Weights()).digest = digest
@@ -157,9 +153,9 @@ class AdapterTable:
         self._move(id, (AdapterState.LOADING,), AdapterState.CHECKED)
 
     def offer(self, id: int) -> None:
-        """Make an adapter available to games. It must have a user, because an unused adapter retires."""
-        assert self.adapters[id].num_users, f"adapter {id} has no user"
+        """Make an adapter available to games, with a pin, because an unused adapter retires."""
         self._move(id, (AdapterState.CHECKED,), AdapterState.OFFERED)
+        self.pin(id)
 
     def remove(self, id: int) -> None:
         """Free the slot of an adapter that every engine has unloaded, or that could not be loaded."""
@@ -205,12 +201,13 @@ class AdapterTable:
             self._retire_if_unused(id)
 
     @contextlib.contextmanager
-    def leased(self, id: int) -> Iterator[None]:
-        self.lease(id)
-        try:
+    def leased(self, *ids: int | None) -> Iterator[None]:
+        """Lease adapters for a `with` block; None is the id of a model that no engine serves."""
+        with contextlib.ExitStack() as leases:
+            for id in filter(None, ids):
+                self.lease(id)
+                leases.callback(self.end_lease, id)
             yield
-        finally:
-            self.end_lease(id)
 
     def _retire_if_unused(self, id: int) -> None:
         adapter = self.adapters[id]

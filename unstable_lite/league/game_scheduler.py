@@ -166,15 +166,29 @@ class GameScheduler:
         self, policy: str, env: TrainEnvSpec, pids: Sequence[int], can_play: Callable[[ModelRef], bool]
     ) -> list[ModelRef]:
         """Return the models of a game for a policy, which sits at the first of `pids`. Raises OpponentError."""
-        sampler = self._samplers[policy]
-        models = [sampler.registry.current] * env.num_players
-
-        def is_met_enough(model: ModelRef) -> bool:
-            return self._is_other(model, policy) and not self._lacks(policy, model.policy)
-
+        models = [self._samplers[policy].registry.current] * env.num_players
         for pid in pids[env.num_actors :]:
-            models[pid] = _sample_opponent(sampler, env.env_id, can_play, is_met_enough)
+            models[pid] = self._sample_opponent(policy, env.env_id, can_play)
         return models
+
+    def _sample_opponent(self, policy: str, env_id: str, can_play: Callable[[ModelRef], bool]) -> ModelRef:
+        """Return an opponent that can play, if possible not another policy that was met often enough."""
+        sampler = self._samplers[policy]
+        found: ModelRef | None = None
+        for _ in range(DRAWS):
+            opponent = sampler.sample_opponent(env_id)
+            if not isinstance(opponent, ModelRef):
+                raise ConfigError(
+                    f"{sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a model of its "
+                    "registry"
+                )
+            if can_play(opponent):
+                found = opponent
+                if not self._is_other(opponent, policy) or self._lacks(policy, opponent.policy):
+                    break
+        if found is None:
+            raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
+        return found
 
     def _is_kept(self, kind: str) -> bool:
         """Return at random whether to play a drawn game, with a probability inverse to the steps that it brings.
@@ -268,10 +282,9 @@ class GameScheduler:
         teams = record.teams or {}
         tell_result(self.registry.update_ratings, uids, record.rewards, spec.env_id, teams=record.teams)
         if spec.kind == "train":  # evaluations may sample otherwise, and 400 games would replace a sampler's memory
-            trained = [agent.pid for agent in spec.agent_specs if agent.collect_data]
-            for policy in {agent.model.policy: None for agent in spec.agent_specs if agent.collect_data}:
-                update = self._samplers[policy].update
-                tell_result(update, uids, record.rewards, spec.env_id, teams=record.teams)
+            trained = {agent.pid: agent.model.policy for agent in spec.agent_specs if agent.collect_data}
+            for policy in dict.fromkeys(trained.values()):
+                tell_result(self._samplers[policy].update, uids, record.rewards, spec.env_id, teams=record.teams)
             own = {teams.get(pid, pid) for pid in trained}
             actors = [record.rewards[pid] for pid in trained]
             opponents = [record.rewards[pid] for pid in uids if teams.get(pid, pid) not in own]
@@ -321,29 +334,6 @@ class GameScheduler:
         self._games[kind] += 1
         self._in_flight.add(game_idx)
         return game_idx
-
-
-def _sample_opponent(
-    sampler: BaseModelSampler,
-    env_id: str,
-    can_play: Callable[[ModelRef], bool],
-    is_met_enough: Callable[[ModelRef], bool],
-) -> ModelRef:
-    found: ModelRef | None = None
-    for _ in range(DRAWS):
-        opponent = sampler.sample_opponent(env_id)
-        if not isinstance(opponent, ModelRef):
-            raise ConfigError(
-                f"{sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a model of its "
-                "registry"
-            )
-        if can_play(opponent):
-            found = opponent
-            if not is_met_enough(opponent):
-                break
-    if found is None:
-        raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
-    return found
 
 
 def new_game(

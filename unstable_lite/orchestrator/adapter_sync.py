@@ -62,7 +62,6 @@ class AdapterSync:
             await self._load_everywhere(id, directory)
         except RequestError as error:
             raise AdapterError(f"frozen player {name} ({directory}): {error}") from error
-        table.pin(id)
         table.offer(id)
 
     async def _load_everywhere(self, id: int, directory: Path | None = None) -> dict[str, float]:
@@ -128,7 +127,7 @@ class AdapterSync:
 
     async def retired(self) -> None:
         """Wait until every adapter that nothing uses is unloaded, so that its slot is free."""
-        await self._until(lambda: not self._table.is_freeing)
+        await self._until(lambda: not self._table.retiring())
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_waits": self.num_waits, "canaries": self.canaries.state_dict()}

@@ -23,7 +23,6 @@ from unstable_lite.adapters.frozen import COPIES, keep_copy, members, slug, sour
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable, Origin
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError, RequestError, UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.ratings import ModelMeta
@@ -45,23 +44,20 @@ engines have for them."""
 class CheckpointPool:
     def __init__(
         self,
-        config: LeagueConfig,
+        policy: TrainedPolicy,
         size: int,
-        registry: ModelRegistry,
         table: AdapterTable,
         store: AdapterStore,
         adapter_sync: AdapterSync,
         directory: Path,
         alarm: Callable[[str], None],
-        policy: str = "",
-        number: int = 0,
     ) -> None:
         """Create a policy's pool, of at most `size` checkpoints with the current one; `directory`: of copies by uid."""
         self.num_returned = 0
         """Number of checkpoints that returned."""
-        self._config = config
+        self._config = policy.config.league
         self._size = size
-        self._registry = registry
+        self._registry = policy.registry
         self._table = table
         self._store = store
         self._adapter_sync = adapter_sync
@@ -75,9 +71,9 @@ class CheckpointPool:
         """Uids that had a copy when the checkpoint began that is being written."""
         self._to_store: deque[tuple[str, int]] = deque()
         """Uid and version of checkpoints that have a pin and need a copy."""
-        self._next_version = FIRST_RETURNED_VERSION + number * IDS_OF_POLICY
-        self._policy = policy
-        self._kept: Mapping[str, None] = getattr(registry, "population", {})
+        self._next_version = FIRST_RETURNED_VERSION + policy.number * IDS_OF_POLICY
+        self._policy = policy.name
+        self._kept: Mapping[str, None] = getattr(policy.registry, "population", {})
         """Uids of the population."""
         self._admitted: asyncio.Queue[None] = asyncio.Queue()
         """An entry for each new policy whose work is not done."""
@@ -87,7 +83,6 @@ class CheckpointPool:
 
         inherit: whether its rating begins with that of the one before.
         """
-        self._table.pin(version)
         self._table.offer(version)
         self._registry.add_policy(uid, adapter_version=version, iteration=update, inherit=inherit)
         self._store_later(uid, version)
@@ -96,7 +91,7 @@ class CheckpointPool:
 
     def evict_if_needed(self) -> None:
         """Let an opponent leave that no game uses, if the next adapter would have to wait for a slot."""
-        if self._table.has_free_slot or self._table.is_freeing:
+        if self._table.has_free_slot or self._table.retiring():
             return
         for meta in reversed(self._ranked(self._others())):
             if meta.adapter_version and self._table.adapters[meta.adapter_version].num_users == 1:
@@ -139,7 +134,6 @@ class CheckpointPool:
                 shutil.rmtree(path)
         current = self._registry.current
         if current.adapter_version:
-            self._table.pin(current.adapter_version)
             self._table.offer(current.adapter_version)
             if current.uid not in stored:
                 self._store_later(current.uid, current.adapter_version)
@@ -244,7 +238,6 @@ class CheckpointPool:
             self._store.unlink(id)
             table.remove(id)
             return True
-        table.pin(id)
         table.offer(id)
         self._registry.bring_back(uid, id)
         self.num_returned += 1
@@ -285,8 +278,6 @@ class TrainedPolicy:
     """Place among the policies of the config, from which the ids of its adapters follow."""
     config: Config
     """Config of the run as if it had only this policy."""
-    share: float
-    """Share of the run's updates."""
     registry: ModelRegistry
     """View of the registry."""
     buffer: StepBuffer | EpisodeBuffer
@@ -302,7 +293,7 @@ class TrainedPolicy:
     """Number of the present lineage; a restart begins the next one."""
     began: int = 0
     """Number of updates before this lineage."""
-    points: deque[float] = field(default_factory=deque)
+    points: list[float] = field(default_factory=list)
     """Points of the lineage in its newest games that count for a restart."""
 
     @property

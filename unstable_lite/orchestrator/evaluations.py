@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -60,9 +59,8 @@ class Evaluations:
             return
         known = self.done()
         models = {name: policy.registry.current for name, policy in parts.policies.items()}
-        with contextlib.ExitStack() as leases:  # between two envs a policy may change
-            for model in models.values():
-                leases.enter_context(parts.table.leased(model.adapter_version or 0))
+        versions = [model.adapter_version for model in models.values()]
+        with parts.table.leased(*versions):  # between two envs a policy may change
             for name, model in models.items():
                 for env in config.of_policy(name).eval_envs:
                     cell = env.env_id, env.opponent, *filter(None, [name])
@@ -206,9 +204,7 @@ class ExactEvaluations:
                 parts.collector.seats, game, tree, samples, run.num_collection_workers, self._lock_step
             )
             try:
-                with contextlib.ExitStack() as leases:
-                    for model in models:
-                        leases.enter_context(parts.table.leased(model.adapter_version or 0))
+                with parts.table.leased(*(model.adapter_version for model in models)):
                     sampled = await unless_set(asking, parts.stop)
             except ExceptionGroup as group:
                 if not isinstance(error := first_reason(group), RequestError):

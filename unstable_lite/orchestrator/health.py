@@ -28,13 +28,14 @@ from unstable_lite.games.openspiel.game_tree import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of, score_of
 from unstable_lite.rollout.back_pressure import FATES
 from unstable_lite.rollout.buffer import Buffer
+from unstable_lite.rollout.collector import GameListener
 from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import POINTS, Evaluation, Tally
 from unstable_lite.tracking.records import steps_of
 from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.tracking.windows import ENDED, VALID, repetition
-from unstable_lite.types import CONTEXT_FULL, REASONS, Batch, GameRecord, GameSpec
+from unstable_lite.types import CONTEXT_FULL, REASONS, Batch, GameRecord
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class _Wait:
         return now - self.since
 
 
-class TrainingHealth:
+class TrainingHealth(GameListener):
     def __init__(
         self,
         config: Config,
@@ -106,9 +107,6 @@ class TrainingHealth:
         """Number of players left out by `run.filter_opponent_invalid` before the wait, by policy."""
         (directory / PAUSED).unlink(missing_ok=True)
 
-    def begin_game(self, spec: GameSpec) -> None:
-        """Do nothing: an alarm judges games that have ended."""
-
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game, before the buffer receives it."""
         if record.spec.kind == "train":
@@ -134,8 +132,17 @@ class TrainingHealth:
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_exploitability(self, metrics: Mapping[str, float], policy: str = "") -> None:
-        """Judge exact evaluations of a policy, also those before its first update, to which others are compared."""
-        self._judge(self._exploitability_rises(metrics, policy), policy)
+        """Compare each exact exploitability with the lowest one before it; of estimates, the near ends of intervals."""
+        for name, value in metrics.items():
+            kind, _, env_id = name.partition("/")
+            if kind == "exploitability":
+                tree = flatten(env_id)
+                low, high = (metrics.get(f"{kind}_{end}/{env_id}", value) for end in ("low", "high"))
+                key = named(policy, env_id)
+                lowest = self._least_exploitable[key] = min(high, self._least_exploitable.get(key, high))
+                rise, n = (low - lowest) / abs(tree.lowest_utility), len(tree.states)
+                detail = f"{low:.4f} after {lowest:.4f}"
+                self._judge([Reading(alarm="exploitability", value=rise, n=n, subject=env_id, detail=detail)], policy)
 
     def check_skipped(self, in_a_row: int, reason: str = "", policy: str = "") -> None:
         """Judge the number of a policy's batches that were skipped since its last update."""
@@ -263,24 +270,10 @@ class TrainingHealth:
         entropy, n = metrics.get("learner/entropy"), int(metrics.get("learner/num_tokens", 0))
         if entropy is None or not n:
             return []
-        if policy not in self._first_entropy:
-            if math.isfinite(entropy):
-                self._first_entropy[policy] = entropy
-            return [Reading(alarm="high_entropy", value=0.0, n=n)]
-        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy[policy], n=n)]
-
-    def _exploitability_rises(self, metrics: Mapping[str, float], policy: str) -> Iterator[Reading]:
-        """Compare each exact exploitability with the lowest one before it; of estimates, the near ends of intervals."""
-        for name, value in metrics.items():
-            kind, _, env_id = name.partition("/")
-            if kind == "exploitability":
-                tree = flatten(env_id)
-                low, high = (metrics.get(f"{kind}_{end}/{env_id}", value) for end in ("low", "high"))
-                key = named(policy, env_id)
-                lowest = self._least_exploitable[key] = min(high, self._least_exploitable.get(key, high))
-                rise, n = (low - lowest) / abs(tree.lowest_utility), len(tree.states)
-                detail = f"{low:.4f} after {lowest:.4f}"
-                yield Reading(alarm="exploitability", value=rise, n=n, subject=env_id, detail=detail)
+        if math.isfinite(entropy):
+            self._first_entropy.setdefault(policy, entropy)
+        rise = entropy - self._first_entropy[policy] if policy in self._first_entropy else 0.0
+        return [Reading(alarm="high_entropy", value=rise, n=n)]
 
     def _readings_of_games(self, policy: str) -> list[Reading]:
         readings: list[Reading] = []

@@ -15,9 +15,10 @@ from unstable_lite.league.opponents import draws_population, policies_met
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
+from unstable_lite.rollout.collector import GameListener
 from unstable_lite.tracking.evaluations import POINTS
 from unstable_lite.tracking.intervals import percent, percent_range, points_interval
-from unstable_lite.types import INITIAL, GameRecord, GameSpec, uid_of
+from unstable_lite.types import INITIAL, GameRecord, uid_of
 
 if TYPE_CHECKING:
     from unstable_lite.orchestrator.wiring import RunParts
@@ -26,7 +27,7 @@ MEETING_GAMES = 100
 """Number of games in each env between a player that is kept and each other one."""
 
 
-class Lineages:
+class Lineages(GameListener):
     def __init__(self, parts: RunParts) -> None:
         config = parts.plan.config
         self._parts = parts
@@ -34,9 +35,6 @@ class Lineages:
         met = {name: policies_met(config.of_policy(name)) for name in self._rules}
         self._named = {name: {each.removesuffix("/past") for each in met[name]} for name in met}
         """Policies in the `opponents` of each policy with a rule."""
-
-    def begin_game(self, spec: GameSpec) -> None:
-        """Do nothing: a lineage counts games that have ended."""
 
     def add_record(self, record: GameRecord) -> None:
         """Count the points of lineages in a training game."""
@@ -50,9 +48,7 @@ class Lineages:
             others = [other.model for other in record.spec.agent_specs if other.pid != agent.pid]
             is_met = any(one.policy in self._named[policy.name] or one.uid in population for one in others)
             if is_met and (agent.model.adapter_version or 0) >= policy.buffer.first_version:
-                policy.points.append(POINTS[record.outcomes[agent.pid]])
-                if len(policy.points) > rule.games:
-                    policy.points.popleft()
+                policy.points = [*policy.points, POINTS[record.outcomes[agent.pid]]][-rule.games :]
 
     async def restart_if_due(self, policy: TrainedPolicy, is_over: bool) -> None:
         """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update.

@@ -57,7 +57,8 @@ class Progress:
     @property
     def next_to_learn(self) -> TrainedPolicy:
         """Policy whose number of updates is the furthest behind its share; the first one of equals."""
-        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / policy.share)
+        shares = self._parts.plan.config.shares
+        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / shares[policy.name])
 
     @property
     def is_over(self) -> bool:
@@ -315,4 +316,4 @@ def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, i
         for rank, device in zip(process.ranks, own, strict=True):
             yield rank.channel.name, process.channel, rank.pid, device
     for rank_index in range(len(plan.learner_devices), plan.num_ranks):
-        yield f"learner-{rank_index}", workers.learner.channel, None, "elsewhere"
+        yield f"learner-{rank_index}", process.channel, None, "elsewhere"

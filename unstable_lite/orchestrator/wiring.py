@@ -39,11 +39,7 @@ from unstable_lite.learner.client import restore_all
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks, canary_prompts
 from unstable_lite.orchestrator.checkpoint import Checkpoint
-from unstable_lite.orchestrator.checkpoint_pool import (
-    CheckpointPool,
-    TrainedPolicy,
-    keep_frozen,
-)
+from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool, TrainedPolicy, keep_frozen
 from unstable_lite.orchestrator.evaluations import ExactEvaluations
 from unstable_lite.orchestrator.event_loop import LoopWatchdog, stall_of
 from unstable_lite.orchestrator.health import TrainingHealth
@@ -145,7 +141,9 @@ class RunParts:
             self.tracker = self._tracker(make_tracker)
             stack.callback(self.tracker.close)
             if self.resume_from is not None:
-                resume_tracker(self.tracker, self.resume_from, directory)
+                evaluations = list(read_records(directory / "eval.jsonl"))
+                with self.resume_from.understood():
+                    self.tracker.resume(self.resume_from.state["tracker"], evaluations)
             # Closed after the workers: a learner that still writes needs its directory.
             stores = stack.enter_context(contextlib.ExitStack())
             self.watchdog = stack.enter_context(
@@ -170,15 +168,13 @@ class RunParts:
 
     def _policies(self, buffer: StepBuffer | EpisodeBuffer | None) -> dict[str, TrainedPolicy]:
         whole, policies, num_frozen, room = self.plan.config, dict[str, TrainedPolicy](), len(self.frozen), Room([])
-        shares = whole.shares
         for number, (name, config) in enumerate(policy_configs(whole, num_frozen).items()):
-            own = buffer or make_buffer(config, name, shares[name])
+            registry, own = self.registry, buffer or make_buffer(config, name, whole.shares[name])
             own.in_flight = in_flight(config, self.plan.game_lengths, num_frozen)
-            registry, facts = self.registry, dict[str, Any](name=name, number=number, config=config, share=shares[name])
             if name:
                 registry, own.room = registry.of(name), room
                 room.buffers.append(own)
-            policies[name] = TrainedPolicy(**facts, registry=registry, buffer=own)
+            policies[name] = TrainedPolicy(name=name, number=number, config=config, registry=registry, buffer=own)
         return policies
 
     def _seats(self, templates: Mapping[str, Template], lock_step: LockStep | None) -> PlayerFactory:
@@ -225,24 +221,10 @@ class RunParts:
         self.colocation = self._colocation()
         self.supervisors = tuple(map(self._supervisor, self.workers.processes))
         self.exact = ExactEvaluations(self, templates, lock_step)
-        self._make_pools()
-
-    def _make_pools(self) -> None:
-        sizes = pool_sizes(self.plan.config, len(self.frozen))
-        for policy in self.policies.values():
-            policy.learner = self.workers.learners[policy.name]
-            policy.pool = CheckpointPool(
-                self.plan.config.league,
-                sizes[policy.name],
-                policy.registry,
-                self.table,
-                self.store,
-                self.adapter_sync,
-                self.directory / "adapters",
-                self.alarm,
-                policy.name,
-                policy.number,
-            )
+        sizes, copies = pool_sizes(config, len(self.frozen)), directory / "adapters"
+        for name, policy in self.policies.items():
+            policy.learner = self.workers.learners[name]
+            policy.pool = CheckpointPool(policy, sizes[name], self.table, self.store, self.adapter_sync, copies, alarm)
 
     def _tracker(self, make: Callable[..., Tracker]) -> Tracker:
         config, directory = self.plan.config, self.directory
@@ -285,16 +267,9 @@ class RunParts:
             if engine
             else partial(restore_all, [*self.workers.learners.values()]),
             alarm=self.alarm,
-            starting=sharing.starting if sharing else contextlib.nullcontext,
+            starting=(lambda: sharing.device) if sharing else contextlib.nullcontext,
             is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),
         )
-
-
-def resume_tracker(tracker: Tracker, checkpoint: Checkpoint, directory: Path) -> None:
-    """Restore a tracker's state, and the evaluations that the run recorded."""
-    evaluations = list(read_records(directory / "eval.jsonl"))
-    with checkpoint.understood():
-        tracker.resume(checkpoint.state["tracker"], evaluations)
 
 
 def make_buffer(config: Config, policy: str = "", share: float = 1.0) -> StepBuffer | EpisodeBuffer:

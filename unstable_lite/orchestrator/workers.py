@@ -86,11 +86,6 @@ class Workers:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     @property
-    def learner(self) -> LearnerClient:
-        """Learner of the first policy."""
-        return next(iter(self.learners.values()))
-
-    @property
     def prompts(self) -> dict[str, Any]:
         """Facts of the engines' tokenizer about prompts; see `templates_for`."""
         return self.info.get("prompts", {})  # type: ignore[no-any-return]
@@ -280,7 +275,8 @@ class Colocation:
     """Engines on other devices."""
     learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Context that is entered while no engine plays."""
-    _device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Lock that the learner holds while it learns, and an engine while it starts, because both take memory."""
     _asleep_s: float = 0.0
     """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
 
@@ -295,7 +291,7 @@ class Colocation:
             yield
             return
         started = time.monotonic()
-        async with self._device:
+        async with self.device:
             is_any_up = any(engine.is_up for engine in self.others)
             with contextlib.nullcontext() if is_any_up else self.learning():
                 asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
@@ -303,15 +299,9 @@ class Colocation:
                 await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
         self._asleep_s = time.monotonic() - started
 
-    @contextlib.asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
-        """Let an engine that died take memory again, but not while the learner learns."""
-        async with self._device:
-            yield
-
     async def restore(self, engine: EngineClient) -> None:
         """Restore an engine after its start, unless it slept and was restored since."""
-        async with self._device:
+        async with self.device:
             if not engine.is_up:
                 await self.load_adapters(engine)
 

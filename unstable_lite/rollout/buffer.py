@@ -194,7 +194,7 @@ class Buffer:
         self.first_version = first_version
         self._use(*transforms)
         if self.rejection is not None:
-            self.rejection.forget()
+            self.rejection.spread = Spread()
         self.drain()
 
     def state_dict(self) -> dict[str, Any]:

@@ -120,8 +120,9 @@ class LockStep:
 class GameListener(Protocol):
     """Part of a run that observes games."""
 
-    def begin_game(self, spec: GameSpec) -> None:
+    def begin_game(self, spec: GameSpec) -> None:  # noqa: ARG002
         """Receive a training game that begins; they come in the order of their numbers."""
+        return  # mypy lets no subclass inherit an empty body
 
     def add_record(self, record: GameRecord) -> None:
         """Receive a finished game of any kind, before the buffer."""
@@ -208,7 +209,7 @@ class Collector:
         records = [] if records is None else records
         opponent = self._scheduler.registry.eval_opponent(env.fixed_opponent) if env.num_players > 1 else model
         # The opponent's, too, because another policy's newest adapter may retire before the last game.
-        with self._table.leased(model.adapter_version or 0), self._table.leased(opponent.adapter_version or 0):
+        with self._table.leased(model.adapter_version, opponent.adapter_version):
             before = self._scheduler.state_dict() if self._lock_step is not None else {}
             specs = [self._scheduler.next_eval_job(env, model, label, number=number) for number in range(num_games)]
             if self._lock_step is None:
@@ -236,7 +237,7 @@ class Collector:
         """
         buffer = self._buffers[policy]
         while not self._rest_of_group or (len(self._rest_of_group) < num_games and not buffer.is_full):
-            await self._begin_group([policy, *(name for name in self._wanting() if name != policy)])
+            await self._begin_group(policy)
         games = list(self._rest_of_group)
         self._rest_of_group.clear()
         self._count(await self._in_lock_step(games))
@@ -251,25 +252,22 @@ class Collector:
             while not self._rest_of_group:
                 await self._buffer.wait_for_room(has_game=lambda: bool(self._rest_of_group))
                 if not self._rest_of_group:  # no other task has begun a group
-                    await self._begin_group(self._wanting())
+                    await self._begin_group()
                     self._buffer.wake(len(self._rest_of_group) - 1)  # to start the other games of the group
             # Give the record no name, which would keep it in memory until the next game is over.
             await self._count_with_others(await self._to_its_end(self._rest_of_group.popleft()))
 
-    def _wanting(self) -> list[str]:
-        """Return the policies whose buffers have room, in the order of their need."""
-        if len(self._buffers) == 1:
-            return [*self._buffers]
-        return sorted((n for n, one in self._buffers.items() if not one.is_full), key=lambda n: self._buffers[n].load)
-
-    async def _begin_group(self, wanting: Sequence[str]) -> None:
+    async def _begin_group(self, first: str | None = None) -> None:
         """Begin a group, or wait `REDRAW_S` if no opponent can play. Raises OpponentError if none can any more.
 
-        wanting: policies that learn from its steps, if they have a seat, the first ones in the first place.
+        The policies whose buffers have room want it, in the order of their need, after the one that is `first`, if any.
         """
+        wanting = []
+        if len(self._buffers) > 1:  # a custom scheduler knows one policy
+            names = [name for name, buffer in self._buffers.items() if name == first or not buffer.is_full]
+            wanting = [sorted(names, key=lambda name: (name != first, self._buffers[name].load))]
         try:
-            several = [wanting] * (len(self._buffers) > 1)  # a custom scheduler knows one policy
-            group = self._scheduler.next_train_group(self.seats.can_play, *several)
+            group = self._scheduler.next_train_group(self.seats.can_play, *wanting)
         except OpponentError as error:
             now = time.monotonic()
             self._idle_since = self._idle_since or now

@@ -33,7 +33,8 @@ def chunks_that_hold(chunks: Sequence[Chunk], n: int) -> int:
 
 class Rejection:
     def __init__(self) -> None:
-        self._spread = Spread()
+        self.spread = Spread()
+        """Newest results, with which those of a batch are compared."""
         self._chosen: list[Chunk] = []
         """Chunks of the next batch."""
         self._alike: list[Chunk] = []
@@ -54,10 +55,6 @@ class Rejection:
 
     def clear(self) -> None:
         self._chosen, self._alike = [], []
-
-    def forget(self) -> None:
-        """Forget the newest results, with which those of a batch are compared."""
-        self._spread = Spread()
 
     def judge(self, chunks: Sequence[Chunk]) -> None:
         """Take chunks from the buffer, and choose those with a signal."""
@@ -101,11 +98,11 @@ class Rejection:
         """Return counts and the newest results; the chunks that are held are the last of the buffer's contents."""
         rejected = [[*key, n] for key, n in self.rejected.items()]
         held = len(self._chosen), len(self._alike)
-        return {"rejected": rejected, "spread": self._spread.state_dict(), "held": held}
+        return {"rejected": rejected, "spread": self.spread.state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rejected = Counter({(env_id, kinds): n for env_id, kinds, n in state["rejected"]})
-        self._spread.load_state_dict(state["spread"])
+        self.spread.load_state_dict(state["spread"])
         self._held = tuple(state["held"])
 
     def _have_signal(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -115,5 +112,5 @@ class Rejection:
             sum(step.step_info["step_reward"] + step.step_info["baseline"] for step in chunk) for chunk in chunks
         ]
         cells = [cell_of(chunk[0].env_id, chunk[0].pid, chunk[0].context) for chunk in chunks]
-        different: list[bool] = self._spread.tells_apart(np.array(results, np.float64), cells).tolist()
+        different: list[bool] = self.spread.tells_apart(np.array(results, np.float64), cells).tolist()
         return different

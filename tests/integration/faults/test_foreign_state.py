@@ -24,6 +24,7 @@ from unstable_lite.adapters.frozen import COPIES, find_adapter
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.files import read_records
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.league.opponents import add_other_opponents, frozen_adapters
@@ -143,13 +144,12 @@ def load_state(directory: Path) -> None:
     tracker = Tracker(directory, [], config.tracker)
     with contextlib.closing(tracker):
         tracker.registry = registry
-        wiring.resume_tracker(tracker, checkpoint, directory)
+        with checkpoint.understood():
+            tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
         canaries = CanaryChecks(nobody, [nobody], table, [], 0.1, said.append)
         adapter_sync = AdapterSync(nobody, nobody, table, canaries)
-        policy = TrainedPolicy(name="", number=0, config=config, share=1.0, registry=registry, buffer=buffer)
-        policy.pool = CheckpointPool(
-            config.league, 2, registry, table, nobody, adapter_sync, directory / "adapters", said.append
-        )
+        policy = TrainedPolicy(name="", number=0, config=config, registry=registry, buffer=buffer)
+        policy.pool = CheckpointPool(policy, 2, table, nobody, adapter_sync, directory / "adapters", said.append)
         parts: Any = SimpleNamespace(
             registry=registry,
             scheduler=scheduler,

@@ -68,7 +68,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
                 60.0,
                 restore=lambda engine=engine: turns.restore(engine),  # type: ignore[misc]
                 alarm=lambda text: None,
-                starting=turns.starting,
+                starting=lambda: turns.device,
             )
             for process, engine in zip(workers.processes[:1], turns.engines, strict=True)
         ]

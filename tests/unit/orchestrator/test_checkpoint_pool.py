@@ -19,7 +19,6 @@ import pytest
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import BASE_ORIGIN, AdapterTable, Origin
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
 from unstable_lite.engines.base import LOGPROB, ScriptedEngine
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.errors import AdapterError, RequestError
@@ -28,7 +27,8 @@ from unstable_lite.league.ratings import Rating
 from unstable_lite.orchestrator import adapter_sync as sync_module
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CANARY_SEED, SAMPLED, SCORED, CanaryChecks
-from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION, CheckpointPool
+from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION, CheckpointPool, TrainedPolicy
+from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.transport.messages import Generate
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, LearnerLogprobs
@@ -161,10 +161,10 @@ class League:
         self.canaries = CanaryChecks(self.engines, [self.learner], self.table, [PROMPT], 0.2, self.alarms.append)
         self.adapter_sync = AdapterSync(self.engines, self.store, self.table, self.canaries)
         self.disk = tmp_path / "adapters"
-        config = LeagueConfig(**{"opponent_lag": (1, 1000), **league})
-        self.pool = CheckpointPool(
-            config, size, self.registry, self.table, self.store, self.adapter_sync, self.disk, self.alarms.append
-        )
+        config = Config.model_validate({**CONFIG, "league": {"opponent_lag": (1, 1000), **league}})
+        policy = TrainedPolicy(name="", number=0, config=config, registry=self.registry, buffer=StepBuffer(1))
+        parts = self.table, self.store, self.adapter_sync, self.disk
+        self.pool = CheckpointPool(policy, size, *parts, self.alarms.append)
         self.updates = 0
         self._tasks = [asyncio.create_task(self.pool.run()), asyncio.create_task(self.adapter_sync.run())]
         OPEN.append(self)

@@ -117,7 +117,7 @@ async def test_each_policy_gets_its_batches_in_any_mixture(seed):
             assert {number_of_policy(step.generation.adapter_version) for step in batch} == {policy.number}
             assert all(step.context.opponent_kinds for step in batch)
     for name, policy in world.policies.items():
-        assert abs(made[name] - 20 * policy.share) < 1.5, "updates follow the shares"
+        assert abs(made[name] - 20 * world.plan.config.shares[name]) < 1.5, "updates follow the shares"
         buffer = policy.buffer
         assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.size(), "no step is lost or counted twice"
 
