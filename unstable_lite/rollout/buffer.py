@@ -75,10 +75,9 @@ class Buffer:
         self.filtered = 0
         """Number of trajectories left out because of `filter_opponent_invalid`."""
         self.counts = CountsByLength()
-        self.left_lately = 0
-        """Number of steps that the last batch took, or that were rejected for it or dropped since the one before."""
-        self.dropped_lately = 0
-        """Number of these steps that were dropped."""
+        self.left_lately = self.dropped_lately = 0
+        """Number of steps that the last batch took, or that were rejected for it or dropped since the one before; and
+        how many of them were dropped."""
         self.in_flight: InFlight | None = None
         """Games that will bring more steps; None: they are not counted."""
         final, step = self.final_reward_transformation, self.step_reward_transformation
@@ -87,10 +86,9 @@ class Buffer:
         """Id of the first adapter whose steps are trained on."""
         self._rng = self.rng if isinstance(self.rng, random.Random) else random.Random(self.rng)
         self._chunks: list[list[Step]] = []
-        self._size = 0
+        self._size = self._dropped_at_last_batch = 0
         self.steps_in_groups = 0
         """Number of steps that wait for the rest of their group, if games are played in groups."""
-        self._dropped_at_last_batch = 0
         self._arrival = asyncio.Event()
         """Set when steps arrive. A waiter checks for a batch, clears the event, and checks again once it is set."""
         self.room = Room([self])
@@ -380,6 +378,10 @@ class StepBuffer(Buffer):
             if self.in_flight is not None:
                 self.in_flight.arrive(group.born, self.added - before)
         self.room.wake_if_free()
+
+    def begin_again(self, first_version: int, transforms: Sequence[Any]) -> None:
+        self._spread = Spread()
+        super().begin_again(first_version, transforms)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"groups": dict(self.group_counts), "spread": self._spread.state_dict()}

@@ -10,6 +10,7 @@ from unstable_lite.config import Config
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import make_buffer
+from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.reward_transformations.group import SeatReward, across_seats
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.types import GameRecord
@@ -126,6 +127,8 @@ async def test_equal_results_at_each_seat_give_advantage_zero():
 
     assert await batch(records[:40], -1.0) == {0.0}
     assert await batch(records[40:], 1.0) == {2.0}, "results differ from those of the batch before"
+    buffer.begin_again(0, build_reward_transformations(of.rewards))
+    assert await batch(records[:40], -1.0) == {0.0}, "a new lineage has no batch before"
     state = buffer.state_dict()
     del state["spread"]  # as a run of before saved it
     make_buffer(of).load_state_dict(state)
