@@ -1,38 +1,59 @@
-"""Exact values of a run's checkpoints, which are scored after the run: of their average, and of an exploiter."""
+"""Values of a run's checkpoints that are computed after the run: exact ones, and what training did to its language."""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import fmean
 
-from bench.study.reading import EXPLOITER
+import peft
+import torch
+import transformers
+from torch.nn import functional
+
+from bench.harness import REPOSITORY
+from bench.study.reading import AVERAGE, EXPLOITER, LANGUAGE, LANGUAGE_VALUES, STATE_DEPENDENCE
 from unstable_lite.adapters.frozen import COPIES
 from unstable_lite.config import Config
-from unstable_lite.evaluation.models import find_models, opponent
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.evaluation.models import EvaluatedModel, find_models, opponent
+from unstable_lite.evaluation.probing import random_positions, state_dependence
 from unstable_lite.evaluation.scoring import AnswerScorer
 from unstable_lite.games.openspiel.game_tree import flatten, uniform
+from unstable_lite.models import resolve_model
 from unstable_lite.planning.envs import exact_envs
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.types import BASE
 
 EQUILIBRIUM = 1e-6
 """Exploitability below which no share of it can be computed."""
+PROBED_GAMES = 200
+"""Number of games of random play whose positions are probed."""
+QUESTIONS = REPOSITORY / "examples" / "arithmetic.jsonl"
+TEXTS, TEXT_TOKENS = 100, 128
+"""Number of paragraphs of Python's reference, each of at least `LONG` characters, and most tokens of one."""
+LONG = 300
+
+Curves = dict[str, list[tuple[int, float]]]
 
 
-def average_exploitability(directory: Path, config: Config, env_id: str) -> float:
+def average_curve(directory: Path, config: Config, env_id: str) -> Curves:
     """Return the exploitability of the policy that plays as one of the kept checkpoints, drawn before each game.
 
     Raises UnstableError if a checkpoint cannot be read, ConfigError for a game in which histories share positions.
     """
-    (env,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
+    env, models = _exact_env(config, env_id), _checkpoints(directory)
     tree, scorer = flatten(env_id), AnswerScorer(config, config.eval_envs)
-    models = [model for model in find_models([str(directory)]) if model.path is not None]
-    policies = [scorer.policy(env, tree, model) for model in models]
-    return tree.exploitability(tree.average(policies, [1.0] * len(policies)))
+    policies = [scorer.policy(env, tree, model) for model in models.values()]
+    return {f"{AVERAGE}/{env_id}": [(max(models), tree.exploitability(tree.average(policies, [1.0] * len(policies))))]}
 
 
-def exploiter_curves(directory: Path, config: Config) -> dict[str, list[tuple[int, float]]]:
+def exploiter_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     """Return the values of a run's checkpoints against its one opponent by update, in the game's utility.
 
     `learned` is the policy's expected utility, the mean over both seats; `exact` that of a best response, which is the
@@ -46,9 +67,7 @@ def exploiter_curves(directory: Path, config: Config) -> dict[str, list[tuple[in
     is_uniform = played == "scripted:random"
     target = uniform(tree) if is_uniform else scorer.policy(env, tree, opponent(played, directory / COPIES))
     exact = tree.exploitability(target)
-    start = stored["lora"].get("initial_lora_path")
-    models = {0: opponent(BASE if start is None else f"adapter:{start}")}
-    models |= {int(model.name.rpartition("-")[2]): model for model in find_models([str(directory)])}
+    models = {0: _start(directory), **_checkpoints(directory)}
     policies = {update: scorer.policy(env, tree, model) for update, model in models.items()}
     learned = {
         update: fmean(tree.outcomes(target, seat, own).utility for seat in (0, 1)) for update, own in policies.items()
@@ -63,3 +82,93 @@ def exploiter_curves(directory: Path, config: Config) -> dict[str, list[tuple[in
         "untrained": {last: missed[0]} if missed else {},
     }
     return {f"{EXPLOITER}/{value}": sorted(curve.items()) for value, curve in curves.items()}
+
+
+def dependence_curve(directory: Path, config: Config, env_id: str) -> Curves:
+    """Return how much the choice of a move depends on the state, in nats, before training and at the last checkpoint.
+
+    See `evaluation.probing.state_dependence`. Raises UnstableError if an adapter cannot be read.
+    """
+    env, scorer = _exact_env(config, env_id), AnswerScorer(config, config.eval_envs)
+    positions = random_positions(env, PROBED_GAMES)
+    observations = list(dict.fromkeys(position.observation for position in positions))
+    curve = []
+    for update, model in _ends(directory):
+        found = dict(zip(observations, scorer.distributions(env, observations, model), strict=True))
+        at = [found[position.observation] for position in positions]
+        depends = state_dependence(at, [p.turn for p in positions], [p.game for p in positions])
+        curve.append((update, depends.value))
+    return {f"{STATE_DEPENDENCE}/{env_id}": curve}
+
+
+def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
+    """Return what training did to the model's language, in nats, before it and at the last checkpoint.
+
+    `answers`: mean log-probability of the right answer to `QUESTIONS`; `of_base`: that of the base, for comparison.
+    `kl`: mean KL divergence from the base's next token to the policy's in `TEXTS` paragraphs that are not games.
+    """
+    place = resolve_model(config.model_name)
+    tokens = partial(transformers.AutoTokenizer.from_pretrained(place), add_special_tokens=False)
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, place, dtype=torch.float32)
+    parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= LONG)
+    texts = [tokens(part)["input_ids"][:TEXT_TOKENS] for part in islice(parts, TEXTS)]
+    asked = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    questions = [
+        (tokens(f"Question: {one['question']}\nAnswer:")["input_ids"], tokens(f" {one['answer']}")["input_ids"])
+        for one in asked
+    ]
+
+    @torch.inference_mode()
+    def logp_TV(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+
+    def answers(model: torch.nn.Module) -> float:
+        found = ((logp_TV(model, prompt + answer)[len(prompt) - 1 : -1], answer) for prompt, answer in questions)
+        return fmean(float(logp_TV[range(len(answer)), answer].sum()) for logp_TV, answer in found)
+
+    def divergence(model: torch.nn.Module, text: list[int]) -> float:
+        return float(
+            functional.kl_div(*(logp_TV(one, text) for one in (model, base)), reduction="batchmean", log_target=True)
+        )
+
+    base, curves = load(), Curves()
+    of_base = answers(base)
+    for update, model in _ends(directory):
+        own = base if model.path is None else peft.PeftModel.from_pretrained(load(), model.path)
+        for value, number in zip(
+            LANGUAGE_VALUES, (answers(own), of_base, fmean(divergence(own, text) for text in texts)), strict=True
+        ):
+            curves.setdefault(f"{LANGUAGE}/{value}", []).append((update, number))
+    return curves
+
+
+COMPUTED: dict[str, Callable[[Path, Config, str], Curves]] = {
+    AVERAGE: average_curve,
+    EXPLOITER: exploiter_curves,
+    LANGUAGE: language_curves,
+    STATE_DEPENDENCE: dependence_curve,
+}
+"""Functions that return the curves of a kind of measure, by the kind."""
+
+
+def _exact_env(config: Config, env_id: str) -> EvalEnvSpec:
+    (env,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
+    return env
+
+
+def _start(directory: Path) -> EvaluatedModel:
+    """Return the model that a run began with."""
+    start = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))["lora"].get("initial_lora_path")
+    return opponent(BASE if start is None else f"adapter:{start}")
+
+
+def _checkpoints(directory: Path) -> dict[int, EvaluatedModel]:
+    """Return a run's checkpoints by update."""
+    models = (model for model in find_models([str(directory)]) if model.path is not None)
+    return {int(model.name.rpartition("-")[2]): model for model in models}
+
+
+def _ends(directory: Path) -> Iterator[tuple[int, EvaluatedModel]]:
+    """Yield the model before training, and the last checkpoint, with their updates."""
+    yield 0, _start(directory)
+    yield max(_checkpoints(directory).items())

@@ -28,6 +28,10 @@ AVERAGE = "exploitability_average"
 """Kind of measure that is computed from the checkpoints after a run."""
 EXPLOITER = "exploiter"
 """Kind of measures that are computed from an exploiter and its one opponent after a run."""
+STATE_DEPENDENCE = "state_dependence"
+LANGUAGE = "language"
+"""Kinds of measures that are computed after a run from its start and its last checkpoint."""
+LANGUAGE_VALUES = ("answers", "of_base", "kl")
 EXPLOITER_VALUES = ("learned", "exact", "missed", "untrained")
 TARGET = "target:"
 """Start of the name of an opponent that is a checkpoint of a target's run."""
@@ -42,7 +46,8 @@ class Measure(Section):
 
     metric: str | None = None
     """Metric of metrics.jsonl, such as `exploitability/openspiel:kuhn_poker`; or `exploitability_average/ENV`, of the
-    policy that draws one of the run's checkpoints before each game; or `exploiter/` and one of `EXPLOITER_VALUES`."""
+    policy that draws one of the run's checkpoints before each game; `exploiter/` and one of `EXPLOITER_VALUES`;
+    `state_dependence/ENV`; or `language/` and one of `LANGUAGE_VALUES`."""
     opponent: str | None = None
     """Opponent of an eval env, instead of a metric."""
     env_id: str | None = None
@@ -300,7 +305,9 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
         ]
         has_one = len(config.train_envs) == 1 and has_policy == [True]
         return [f"{EXPLOITER}/{value}" for value in EXPLOITER_VALUES if has_one]
-    if kind in ("exploitability", "exploitability_legal", AVERAGE):
+    if kind == LANGUAGE:
+        return [f"{LANGUAGE}/{value}" for value in LANGUAGE_VALUES]
+    if kind in ("exploitability", "exploitability_legal", AVERAGE, STATE_DEPENDENCE):
         env_ids = [env.env_id for env in exact_envs(config)[0]]
         if kind == AVERAGE:  # defined only where each history has its own positions
             env_ids = [env_id for env_id in env_ids if not flatten(env_id).shares_positions]

@@ -17,10 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.study.checkpoints import average_exploitability, exploiter_curves
+from bench.study.checkpoints import COMPUTED
 from bench.study.reading import (
-    AVERAGE,
-    EXPLOITER,
     Arm,
     Checked,
     Measure,
@@ -148,10 +146,8 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
         curves = _curves(view)
         for series in (measure.series for measure in checked.study.measures.values()):
             kind, _, env_id = series.partition("/")
-            if kind == AVERAGE:
-                curves[series] = [(view.num_updates, average_exploitability(directory, config, env_id))]
-            elif kind == EXPLOITER and series not in curves:
-                curves |= exploiter_curves(directory, config)
+            if kind in COMPUTED and series not in curves:
+                curves |= COMPUTED[kind](directory, config, env_id)
         newest: dict[str, Any] = {name: value for line in view.lines("metrics") for name, value in line.items()}
         measures = checked.study.measures
         kept = {measure.series for measure in measures.values()}

@@ -1,6 +1,7 @@
 """`python -m bench study`: real runs, killed and continued, with a scripted engine."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 import typer
+from peft import PeftModel
 from playwright.sync_api import Browser
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from bench.harness import REPOSITORY
+from bench.study import checkpoints
 from bench.study import command as study_command
-from bench.study.checkpoints import average_exploitability
+from bench.study.checkpoints import COMPUTED
 from bench.study.page import to_html
 from bench.study.reading import read_study
 from bench.study.statistics import summarise
@@ -32,6 +36,7 @@ from unstable_lite.adapters.store import try_lock
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.openspiel.game_tree import flatten
+from unstable_lite.models import resolve_model
 from unstable_lite.tracking.run_directory import to_toml
 
 STUDIES = sorted((REPOSITORY / "examples" / "studies").glob("*.toml"))
@@ -219,25 +224,69 @@ EXACT: dict[str, Any] = {
 }
 
 
-def test_average_policy_is_that_of_the_checkpoints(tmp_path: Path) -> None:
-    env_id = "openspiel:kuhn_poker"
-    name = f"exploitability_average/{env_id}"
-    study = write_study(tmp_path, base=EXACT, measures={"average": {"metric": name}}, primary="average")
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """Run directory with two handmade adapters of the config `EXACT`."""
+    study = write_study(tmp_path, base=EXACT, primary="exploitability/openspiel:kuhn_poker, last")
     config = read_study(study).configs["one"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
-    adapters = [tmp_path / "run" / "checkpoints" / f"ckpt-{number}" for number in (1, 2)]
     base, modules = EXACT["model_name"], EXACT["lora"]["target_modules"]
-    for number, adapter in enumerate(adapters):
+    for number in (1, 2):
+        adapter = tmp_path / "run" / "checkpoints" / f"ckpt-{number}"
         write_adapter(adapter, fitting(base, number), base=base, target_modules=modules, bias="none")
+    return tmp_path / "run"
+
+
+def computed(kind: str, directory: Path) -> dict[str, list[tuple[int, float]]]:
+    config = read_study(directory.parent / "study.toml").configs["one"]
+    return COMPUTED[kind](directory, config, "openspiel:kuhn_poker")
+
+
+def test_average_policy_is_that_of_the_checkpoints(trained: Path) -> None:
+    env_id = "openspiel:kuhn_poker"
     tree = flatten(env_id)
     observations = [state.observation for state in tree.states]
+    config = read_study(trained.parent / "study.toml").configs["one"]
     policies = [
         [of.probabilities for of in action_distribution(adapter, env_id, observations, config=config)]
-        for adapter in adapters
+        for adapter in (trained / "checkpoints" / f"ckpt-{number}" for number in (1, 2))
     ]
-    average = average_exploitability(tmp_path / "run", config, env_id)
-    assert average == pytest.approx(tree.exploitability(tree.average(policies, [1, 1])))
+    exact = tree.exploitability(tree.average(policies, [1, 1]))
+    assert computed("exploitability_average", trained) == {
+        f"exploitability_average/{env_id}": [(2, pytest.approx(exact))]
+    }
+
+
+def test_dependence_on_the_state_grows_where_an_adapter_looks_at_it(trained: Path) -> None:
+    adapter, base, modules = trained / "checkpoints" / "ckpt-3", EXACT["model_name"], EXACT["lora"]["target_modules"]
+    strong = {name: 20 * tensor for name, tensor in fitting(base, 2).items()}
+    write_adapter(adapter, strong, base=base, target_modules=modules, bias="none")
+    ((name, curve),) = computed("state_dependence", trained).items()
+    assert name == "state_dependence/openspiel:kuhn_poker" and [update for update, _ in curve] == [0, 3]
+    assert curve[0][1] < 0.01 < curve[1][1], "the packaged model does not read its card"
+
+
+def test_language_is_that_of_merged_weights(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (trained / "questions.jsonl").write_text('{"question": "What is 8 - 9?", "answer": -1}\n')
+    monkeypatch.setattr(checkpoints, "QUESTIONS", trained / "questions.jsonl")
+    monkeypatch.setattr(checkpoints, "TEXTS", 2)
+    found = computed("language", trained)
+    place = resolve_model(EXACT["model_name"])
+    base, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(place),
+    )
+    prompt, answer = (tokenizer(text).input_ids for text in ("Question: What is 8 - 9?\nAnswer:", " -1"))
+    ids = torch.tensor([prompt + answer])
+    labels = torch.tensor([[-100] * len(prompt) + answer])
+    merged = PeftModel.from_pretrained(copy.deepcopy(base), trained / "checkpoints" / "ckpt-2").merge_and_unload()
+    with torch.inference_mode():
+        before, after = (-float(model(ids, labels=labels).loss) * len(answer) for model in (base, merged))
+    assert found["language/answers"] == [(0, pytest.approx(before)), (2, pytest.approx(after, rel=1e-4))]
+    assert found["language/of_base"] == [(0, pytest.approx(before)), (2, pytest.approx(before))]
+    (_, nothing), (_, kl) = found["language/kl"]
+    assert nothing == 0 < kl
 
 
 def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Path) -> None:
