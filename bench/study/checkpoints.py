@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean
+from typing import Any
 
 import peft
 import torch
@@ -20,7 +21,7 @@ from bench.harness import REPOSITORY
 from bench.study.reading import AVERAGE, EXPLOITER, LANGUAGE, LANGUAGE_VALUES, STATE_DEPENDENCE
 from unstable_lite.adapters.frozen import COPIES
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EnvSpec
 from unstable_lite.evaluation.models import EvaluatedModel, find_models, opponent
 from unstable_lite.evaluation.probing import random_positions, state_dependence
 from unstable_lite.evaluation.scoring import AnswerScorer
@@ -108,7 +109,8 @@ def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     `kl`: mean KL divergence from the base's next token to the policy's in `TEXTS` paragraphs that are not games.
     """
     place = resolve_model(config.model_name)
-    tokens = partial(transformers.AutoTokenizer.from_pretrained(place), add_special_tokens=False)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place)
+    tokens = partial(tokenizer, add_special_tokens=False)
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, place, dtype=torch.float32)
     parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= LONG)
     texts = [tokens(part)["input_ids"][:TEXT_TOKENS] for part in islice(parts, TEXTS)]
@@ -119,17 +121,16 @@ def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     ]
 
     @torch.inference_mode()
-    def logp_TV(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    def next_logp_TV(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
         return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
 
     def answers(model: torch.nn.Module) -> float:
-        found = ((logp_TV(model, prompt + answer)[len(prompt) - 1 : -1], answer) for prompt, answer in questions)
+        found = ((next_logp_TV(model, prompt + answer)[len(prompt) - 1 : -1], answer) for prompt, answer in questions)
         return fmean(float(logp_TV[range(len(answer)), answer].sum()) for logp_TV, answer in found)
 
     def divergence(model: torch.nn.Module, text: list[int]) -> float:
-        return float(
-            functional.kl_div(*(logp_TV(one, text) for one in (model, base)), reduction="batchmean", log_target=True)
-        )
+        logp_TV, base_logp_TV = next_logp_TV(model, text), next_logp_TV(base, text)
+        return float(functional.kl_div(logp_TV, base_logp_TV, reduction="batchmean", log_target=True))
 
     base, curves = load(), Curves()
     of_base = answers(base)
@@ -151,7 +152,7 @@ COMPUTED: dict[str, Callable[[Path, Config, str], Curves]] = {
 """Functions that return the curves of a kind of measure, by the kind."""
 
 
-def _exact_env(config: Config, env_id: str) -> EvalEnvSpec:
+def _exact_env(config: Config, env_id: str) -> EnvSpec:
     (env,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
     return env
 

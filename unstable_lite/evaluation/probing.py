@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from unstable_lite.config.env_ids import is_judged
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.dashboards.terminal import plain_table
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import Cell
@@ -116,7 +116,7 @@ def with_positions(cells: Sequence[Cell], say: Callable[[str], None]) -> list[Ce
     return kept
 
 
-def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Position]:
+def random_positions(env: EnvSpec, games: int, seed: int = 0) -> list[Position]:
     """Return every position of seeded games between random legal players, as the player to move sees it.
 
     Raises UnsupportedEnvError for an env family whose legal moves cannot be read.
