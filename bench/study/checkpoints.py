@@ -164,9 +164,9 @@ def _start(directory: Path) -> EvaluatedModel:
 
 
 def _checkpoints(directory: Path) -> dict[int, EvaluatedModel]:
-    """Return a run's checkpoints by update."""
-    models = (model for model in find_models([str(directory)]) if model.path is not None)
-    return {int(model.name.rpartition("-")[2]): model for model in models}
+    """Return a run's checkpoints by update; if several policies learn, those of `main`."""
+    found = ((model.name.partition("/"), model) for model in find_models([str(directory)]) if model.path is not None)
+    return {int(name.removeprefix("ckpt-")): model for (name, _, policy), model in found if policy in ("", "main")}
 
 
 def _ends(directory: Path) -> Iterator[tuple[int, EvaluatedModel]]:

@@ -1,4 +1,4 @@
-"""Learners without torch, named `fakes.slow_learners:Class` (`numpy_learner`), that are slow or skip a batch."""
+"""Learners without torch that are slow or skip a batch: `fakes.slow_learners:Class`, see `numpy_learner`."""
 
 import json
 import time

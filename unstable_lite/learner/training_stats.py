@@ -104,7 +104,7 @@ class Trained:
             torch.cat, zip(*self._tokens, strict=True)
         )
         staleness_N = (version - version_N).float()
-        num_computed = self._num_positions - self._num_padding  # because others repeat these tokens
+        num_computed = self._num_positions - self._num_padding
         kl = {}
         if not reference_logp_N.isnan().all():
             kl = losses.kl_metrics(kl_metric, logp_N, reference_logp_N, behaviour_logp_N, importance_weight_cap)

@@ -121,8 +121,9 @@ class _Worker:
         """Metrics of the newest update."""
         self.policy: Policy = learner.training.policy
         self._answers = AnswerScores(self.policy, config)
-        # The fewer of the updates are this policy's, the fewer of its adapters have steps in a batch.
-        self.past_adapters = PastAdapters(self.policy, max(1, int(share * (config.buffer.max_staleness + 1))))
+        num_versions = config.buffer.max_staleness + 1
+        # With a smaller share of the updates, fewer of the policy's adapters have steps in a batch.
+        self.past_adapters = PastAdapters(self.policy, min(num_versions, max(3, round(share * num_versions))))
         self.past_adapters.hold(learner.training.version)
         self._requests: dict[type[Message], Callable[[Any], Message]] = {
             Update: self._update,

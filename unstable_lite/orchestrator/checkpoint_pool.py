@@ -320,7 +320,7 @@ class TrainedPolicy:
         return numbers | {"points": [*self.points], "current": self.registry.get_current_ckpt()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.updates, self.skipped = state["updates"], state["skipped"]
+        self.updates, self.skipped = state["updates"], state.get("skipped", 0)
         self.lineage, self.began = state.get("lineage", 1), state.get("began", 0)
         self.points.extend(state.get("points", ()))
 

@@ -315,5 +315,6 @@ def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, i
     for process, own in zip(workers.processes, devices, strict=True):
         for rank, device in zip(process.ranks, own, strict=True):
             yield rank.channel.name, process.channel, rank.pid, device
+    learner = next(iter(workers.learners.values()))
     for rank_index in range(len(plan.learner_devices), plan.num_ranks):
-        yield f"learner-{rank_index}", process.channel, None, "elsewhere"
+        yield f"learner-{rank_index}", learner.channel, None, "elsewhere"

@@ -141,9 +141,7 @@ class RunParts:
             self.tracker = self._tracker(make_tracker)
             stack.callback(self.tracker.close)
             if self.resume_from is not None:
-                evaluations = list(read_records(directory / "eval.jsonl"))
-                with self.resume_from.understood():
-                    self.tracker.resume(self.resume_from.state["tracker"], evaluations)
+                resume_tracker(self.tracker, self.resume_from, directory)
             # Closed after the workers: a learner that still writes needs its directory.
             stores = stack.enter_context(contextlib.ExitStack())
             self.watchdog = stack.enter_context(
@@ -270,6 +268,13 @@ class RunParts:
             starting=(lambda: sharing.device) if sharing else contextlib.nullcontext,
             is_dispensable=lambda: engine is not None and any(other is not engine for other in engines.up),
         )
+
+
+def resume_tracker(tracker: Tracker, checkpoint: Checkpoint, directory: Path) -> None:
+    """Restore a tracker's state, and the evaluations that the run recorded."""
+    evaluations = list(read_records(directory / "eval.jsonl"))
+    with checkpoint.understood():
+        tracker.resume(checkpoint.state["tracker"], evaluations)
 
 
 def make_buffer(config: Config, policy: str = "", share: float = 1.0) -> StepBuffer | EpisodeBuffer:

@@ -19,7 +19,7 @@ def policy_rules(config: Config) -> Iterator[str]:
     if len(known) > 31:
         yield f"policies: there are {len(known)}, but at most 31 have ids for their adapters"
     shares, given = config.shares.values(), sum(policy.share or 0 for policy in known.values())
-    if abs(sum(shares) - 1) > SHARE_ROUNDING or min(shares) < SHARE_ROUNDING:  # less than nothing may be left
+    if abs(sum(shares) - 1) > SHARE_ROUNDING or min(shares) < SHARE_ROUNDING:  # the rest may be negative
         yield f"policies: the shares sum to {given:g}; let all of them sum to 1, or leave one out to take the rest"
     for key, name in _policies_named(config):
         if name not in known:

@@ -75,9 +75,9 @@ class Buffer:
         self.filtered = 0
         """Number of trajectories left out because of `filter_opponent_invalid`."""
         self.counts = CountsByLength()
-        self.left_lately = self.dropped_lately = 0
-        """Number of steps that the last batch took, or that were rejected for it or dropped since the one before; and
-        how many of them were dropped."""
+        self.left_lately = 0
+        """Number of steps that the last batch took, or that were rejected for it or dropped since the one before."""
+        self.dropped_lately = 0  # of these steps, the number that were dropped
         self.in_flight: InFlight | None = None
         """Games that will bring more steps; None: they are not counted."""
         final, step = self.final_reward_transformation, self.step_reward_transformation

@@ -122,7 +122,7 @@ class GameListener(Protocol):
 
     def begin_game(self, spec: GameSpec) -> None:  # noqa: ARG002
         """Receive a training game that begins; they come in the order of their numbers."""
-        return  # mypy lets no subclass inherit an empty body
+        return  # mypy does not let a subclass inherit an empty body
 
     def add_record(self, record: GameRecord) -> None:
         """Receive a finished game of any kind, before the buffer."""

@@ -24,7 +24,6 @@ from unstable_lite.adapters.frozen import COPIES, find_adapter
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.files import read_records
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.league.opponents import add_other_opponents, frozen_adapters
@@ -144,8 +143,7 @@ def load_state(directory: Path) -> None:
     tracker = Tracker(directory, [], config.tracker)
     with contextlib.closing(tracker):
         tracker.registry = registry
-        with checkpoint.understood():
-            tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
+        wiring.resume_tracker(tracker, checkpoint, directory)
         canaries = CanaryChecks(nobody, [nobody], table, [], 0.1, said.append)
         adapter_sync = AdapterSync(nobody, nobody, table, canaries)
         policy = TrainedPolicy(name="", number=0, config=config, registry=registry, buffer=buffer)

@@ -45,8 +45,10 @@ INFORMATION_FAULTS = {
     **dict.fromkeys(("dark_hex_ir", "go_fish", "liars_dice_ir", "phantom_ttt_ir", "repeated_leduc_poker"), FORGETS),
 }
 """Playable games whose information states differ from the knowledge of the seat, as a test over the catalogue finds."""
-TRIAL_S, TRIAL_MOVES = 20, 60
-"""Most CPU time and number of random moves of a trial."""
+TRIAL_S = 20
+"""Most CPU time of a trial, in seconds; it may wait ten times as long for a busy machine."""
+TRIAL_MOVES = 60
+"""Number of random moves that are tried."""
 _INFORMATION = {
     "PERFECT_INFORMATION": "perfect information",
     "IMPERFECT_INFORMATION": "hidden information",
@@ -241,17 +243,17 @@ def trial_problem(env_id: str, num_players: int) -> str | None:
         canonical_env_id(env_id)
     except (ConfigError, ValueError) as error:
         return str(error)
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, env_id, str(num_players), str(TRIAL_S)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-m", __name__, env_id, str(num_players), str(TRIAL_S)]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * TRIAL_S, env=os.environ | paths)
+    except subprocess.TimeoutExpired:
+        return f"OpenSpiel did not play {TRIAL_MOVES} moves of it within {10 * TRIAL_S} s; use other parameters"
     if done.returncode == 0:
         found: str | None = json.loads(done.stdout)
         return found
     if done.returncode == -signal.SIGXCPU:
-        return f"OpenSpiel did not play {TRIAL_MOVES} moves of it within {TRIAL_S} s; use other parameters"
+        return f"OpenSpiel did not play {TRIAL_MOVES} moves of it in {TRIAL_S} s of CPU time; use other parameters"
     if done.returncode < 0:
         return f"OpenSpiel crashes with these parameters (signal {-done.returncode}); use others"
     return f"OpenSpiel cannot play it: {last_line(done.stderr)}"
@@ -304,5 +306,7 @@ def describe_games() -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), resource.RLIM_INFINITY))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
     print(json.dumps(_try(sys.argv[1], int(sys.argv[2]))))  # noqa: T201
