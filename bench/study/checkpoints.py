@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from bench.harness import REPOSITORY
 from bench.study.reading import AVERAGE, EXPLOITER, LANGUAGE, LANGUAGE_VALUES, STATE_DEPENDENCE
-from unstable_lite.adapters.frozen import COPIES
+from unstable_lite.adapters.frozen import COPIES, update_of
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.evaluation.models import EvaluatedModel, find_models, opponent
@@ -136,9 +136,8 @@ def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     of_base = answers(base)
     for update, model in _ends(directory):
         own = base if model.path is None else peft.PeftModel.from_pretrained(load(), model.path)
-        for value, number in zip(
-            LANGUAGE_VALUES, (answers(own), of_base, fmean(divergence(own, text) for text in texts)), strict=True
-        ):
+        numbers = answers(own), of_base, fmean(divergence(own, text) for text in texts)
+        for value, number in zip(LANGUAGE_VALUES, numbers, strict=True):
             curves.setdefault(f"{LANGUAGE}/{value}", []).append((update, number))
     return curves
 
@@ -165,8 +164,9 @@ def _start(directory: Path) -> EvaluatedModel:
 
 def _checkpoints(directory: Path) -> dict[int, EvaluatedModel]:
     """Return a run's checkpoints by update; if several policies learn, those of `main`."""
-    found = ((model.name.partition("/"), model) for model in find_models([str(directory)]) if model.path is not None)
-    return {int(name.removeprefix("ckpt-")): model for (name, _, policy), model in found if policy in ("", "main")}
+    named = ((model.name.partition("/"), model) for model in find_models([str(directory)]))
+    found = ((update_of(Path(name)), model) for (name, _, policy), model in named if policy in ("", "main"))
+    return {update: model for update, model in found if update is not None}  # the base has none
 
 
 def _ends(directory: Path) -> Iterator[tuple[int, EvaluatedModel]]:
