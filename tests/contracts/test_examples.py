@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import gpus, runs
+from fakes import gpus, random_models, runs
 from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.cli.runs import EXAMPLES as NEW
 from unstable_lite.cli.runs import write
@@ -54,6 +54,8 @@ def test_every_example_toml_can_run(path, tmp_path, monkeypatch):
         path = write(NAMES[path.name], Path())[0]
     write_victim(tmp_path / "victim")  # of one example
     monkeypatch.setattr("unstable_lite.games.players.blind.best_preferences", lambda *_: ())  # a long search
+    if path.stem == "smollm2":
+        random_models.replace_smollm2(tmp_path, monkeypatch)
     if path.stem in GPUS:
         gpus.install(monkeypatch, tmp_path, *GPUS[path.stem])
     rows = load_plan(path).describe()

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+GGUF_TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -64,6 +67,62 @@ def make_multimodal(directory: Path) -> Path:
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, **ids)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(directory)
     return directory
+
+
+def write_gguf(path: Path, architecture: str = "llama", without: str = "") -> None:
+    """Write a llama of random weights with a byte-level tokenizer of 260 tokens. without: name of a weight."""
+    import gguf
+    import numpy as np
+
+    width, inner, heads, layers = 32, 64, 2, 2
+    rng = np.random.default_rng(0)
+    alphabet = [chr(n) for n in range(33, 127)] + [chr(n) for n in (*range(161, 173), *range(174, 256))]
+    alphabet += [chr(256 + n) for n in range(256 - len(alphabet))]
+    tokens = ["<s>", "</s>", *alphabet, "ab", "cd"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.6 reads a list of one merge wrongly
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(GGUF_TEMPLATE)
+
+    def add(name: str, *shape: int) -> None:
+        if name != without:
+            writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
+
+    add("token_embd.weight", len(tokens), width)
+    add("output.weight", len(tokens), width)
+    add("output_norm.weight", width)
+    for layer in range(layers):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", width, width)
+        for name, *shape in (("ffn_gate", inner, width), ("ffn_up", inner, width), ("ffn_down", width, inner)):
+            add(f"blk.{layer}.{name}.weight", *shape)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def replace_smollm2(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put random weights in the place of the model that the first lines of examples/smollm2.toml fetch."""
+    (directory / "outputs").mkdir()
+    write_gguf(directory / "outputs" / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}

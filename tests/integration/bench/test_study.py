@@ -28,7 +28,7 @@ from bench.study.checkpoints import COMPUTED
 from bench.study.page import to_html
 from bench.study.reading import read_study
 from bench.study.statistics import summarise
-from fakes import runs
+from fakes import random_models, runs
 from fakes.handmade_adapters import fitting, write_adapter
 from fakes.studies import places_in, start
 from unstable_lite.adapters.peft_files import WEIGHTS
@@ -297,10 +297,10 @@ def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Pat
         read_study(write_study(tmp_path, base=base, measures=measures, primary="average"))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "examples" / "studies").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_every_shipped_study_can_run(path: Path) -> None:
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_shipped_study_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem == "smollm2":
+        random_models.replace_smollm2(tmp_path, monkeypatch)
     study = read_study(path).study
     assert study.name == path.stem and len(study.seeds) >= 5
 

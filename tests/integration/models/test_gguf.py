@@ -9,64 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fakes import runs
+from fakes.random_models import write_gguf
 from unstable_lite.errors import ModelError
 from unstable_lite.models import chat_template, gguf_cache, resolve_model
 from unstable_lite.models.local_tokenizer import find_tokenizer
 from unstable_lite.planning.memory import shape_of
 
-WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
 pytestmark = pytest.mark.nightly
-TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
-
-
-def write_gguf(path: Path, architecture: str = "llama", without: str = "") -> None:
-    """Write a llama of random weights with a byte-level tokenizer of 260 tokens. without: name of a weight."""
-    rng = np.random.default_rng(0)
-    alphabet = [chr(n) for n in range(33, 127)] + [chr(n) for n in (*range(161, 173), *range(174, 256))]
-    alphabet += [chr(256 + n) for n in range(256 - len(alphabet))]
-    tokens = ["<s>", "</s>", *alphabet, "ab", "cd"]
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(512)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_rope_dimension_count(WIDTH // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
-    writer.add_token_merges(["a b", "c d"])  # transformers 5.6 reads a list of one merge wrongly
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
-
-    def add(name: str, *shape: int) -> None:
-        if name != without:
-            writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
-
-    add("token_embd.weight", len(tokens), WIDTH)
-    add("output.weight", len(tokens), WIDTH)
-    add("output_norm.weight", WIDTH)
-    for layer in range(LAYERS):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"blk.{layer}.{name}.weight", WIDTH, WIDTH)
-        for name, *shape in (("ffn_gate", INNER, WIDTH), ("ffn_up", INNER, WIDTH), ("ffn_down", WIDTH, INNER)):
-            add(f"blk.{layer}.{name}.weight", *shape)
-        for name in ("attn_norm", "ffn_norm"):
-            add(f"blk.{layer}.{name}.weight", WIDTH)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +59,7 @@ def test_converted_model_is_the_one_in_the_file(
     assert capfd.readouterr().err == ""  # already converted
     assert left_in(filled_cache) == [directory]  # neither process left anything else
     shape = shape_of(str(whole_file))
-    assert shape is not None and (shape.hidden, shape.layers, shape.vocab_size) == (WIDTH, LAYERS, 260)
+    assert shape is not None and (shape.hidden, shape.layers, shape.vocab_size) == (32, 2, 260)
     assert chat_template(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.decode(tokenizer("Play [3]!", add_special_tokens=False).input_ids) == "Play [3]!"
