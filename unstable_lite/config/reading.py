@@ -126,11 +126,15 @@ def _check_bounds(raw: dict[str, Any]) -> None:
 
 def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
     """Return `raw` without the keys that `error` names; an env entry is removed as a whole."""
-    offenders: set[tuple[Any, ...]] = {tuple(detail["loc"][:2]) for detail in error.errors()}
+    locations = ([part for part in detail["loc"] if part != "[key]"] for detail in error.errors())
+    offenders: set[tuple[Any, ...]] = {tuple(loc[: 3 if loc[0] == "policies" else 2]) for loc in locations}
 
-    def kept(section: str, table: Any) -> Any:
+    def kept(section: str, table: Any, *name: str) -> Any:
         if isinstance(table, dict):
-            return {key: value for key, value in table.items() if (section, key) not in offenders}
+            inner = {key: value for key, value in table.items() if (section, *name, key) not in offenders}
+            return (
+                {key: kept(section, inner[key], key) for key in inner} if (section, *name) == ("policies",) else inner
+            )
         if isinstance(table, list | tuple):
             return [entry for index, entry in enumerate(table) if (section, index) not in offenders]
         return table

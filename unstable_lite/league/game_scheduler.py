@@ -125,7 +125,8 @@ class GameScheduler:
             opponents = [model for pid, model in enumerate(models) if pid not in trained]
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
-        for policy in dict.fromkeys(models[pid].policy for pid in trained) if len(self._samplers) > 1 else ():
+        is_counted = len(self._samplers) > 1 and env.num_drawn  # a game of seats says nothing about `opponents`
+        for policy in dict.fromkeys(models[pid].policy for pid in trained) if is_counted else ():
             self._met += Counter((policy, model.policy) for model in models if self._is_other(model, policy))
             self._met[policy, policy] += len(models) - 1
         seed = game_seed(self._run_seed, "train", self._games["train"])

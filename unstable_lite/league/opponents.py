@@ -47,13 +47,18 @@ def uses_checkpoints(league: LeagueConfig) -> bool:
 
 def policies_met(config: Config) -> set[str]:
     """Return the policies that strategies may draw: `main`, or `main/past` for its checkpoints."""
-    drawing = (own for own in map(config.of_policy, config.shares) if any(env.num_drawn for env in own.train_envs))
-    return {parse_player(name).rest for own in drawing for name in filter(is_policy, strategies(own.league))}
+    names = (name for own in _drawing(config) for name in filter(is_policy, strategies(own.league)))
+    return {parse_player(name).rest for name in names}
 
 
 def draws_population(config: Config) -> bool:
     """Return whether the strategy of some policy draws players that were kept."""
-    return any("population" in strategies(config.of_policy(name).league) for name in config.shares)
+    return any("population" in strategies(own.league) for own in _drawing(config))
+
+
+def _drawing(config: Config) -> Iterator[Config]:
+    """Yield the config of each policy that has a training env with opponents."""
+    return (own for own in map(config.of_policy, config.shares) if any(env.num_drawn for env in own.train_envs))
 
 
 def by_policy(config: Config, find: Callable[[Config], Iterable[str]]) -> list[str]:

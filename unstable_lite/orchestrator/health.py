@@ -155,6 +155,7 @@ class TrainingHealth(GameListener):
 
     def forget(self, policy: str) -> None:
         """Forget the earlier results of a policy that begins again."""
+        self._tracker.windows.of(policy).judged.clear()
         for memory in (self._contests, self._first_entropy, self._least_exploitable):
             for subject in [subject for subject in memory if subject == policy or subject.startswith(f"{policy}: ")]:
                 del memory[subject]

@@ -50,16 +50,17 @@ class Lineages(GameListener):
             if is_met and (agent.model.adapter_version or 0) >= policy.buffer.first_version:
                 policy.points = [*policy.points, POINTS[record.outcomes[agent.pid]]][-rule.games :]
 
-    async def restart_if_due(self, policy: TrainedPolicy, is_over: bool) -> None:
-        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update.
+    async def restart_if_due(self, policy: TrainedPolicy, update: int) -> None:
+        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update of the run.
 
-        is_over: whether that was the run's last update, after which no lineage begins.
+        After the run's last one no lineage begins. A stop changes nothing, so that a resumed run does the same.
         """
         rule, parts = self._rules.get(policy.name), self._parts
-        if rule is None or is_over or (reason := _reason(policy, rule)) is None:
+        is_last = update >= parts.plan.config.run.learning_steps
+        if rule is None or is_last or (reason := _reason(policy, rule)) is None:
             return
         version, last = policy.next_version, policy.registry.current.uid
-        if rule.keeps:
+        if is_kept := rule.keeps and draws_population(parts.plan.config):
             await self._keep(last)
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
         policy.make_room(parts.policies.values())
@@ -72,7 +73,7 @@ class Lineages(GameListener):
         policy.pool.admit(uid_of(policy.name, f"{INITIAL}-{policy.lineage}"), version, policy.updates, inherit=False)
         parts.health.forget(policy.name)
         parts.collector.tell_new_checkpoint()
-        kept = f"{last} is kept as a player" if rule.keeps else f"{last} was its last checkpoint"
+        kept = f"{last} is kept as a player" if is_kept else f"{last} was its last checkpoint"
         parts.terminal.say(f"{policy.name} begins again, from {rule.start}, after {reason}; {kept}")
 
     async def _keep(self, uid: str) -> None:
@@ -80,8 +81,6 @@ class Lineages(GameListener):
         parts, population = self._parts, self._parts.registry.population
         others = [other for other in population if parts.registry.get(other).active]
         population[uid] = None
-        if not draws_population(parts.plan.config):
-            return
         run = parts.plan.config.run
         model = parts.registry.eval_opponent(f"policy:{uid}")
         envs = [env for env in parts.plan.config.train_envs if env.num_players > 1]

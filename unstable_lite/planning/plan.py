@@ -145,7 +145,8 @@ class Plan(Placement):
         policy, size = self.config.policies[name], active_checkpoints(own)
         changed = [f"learner.{key} = {value!r}" for key, value in policy.learner.items()]
         changed = [own.algorithm] * (own.algorithm != self.config.algorithm) + changed
-        share = f"{name}: {self.config.shares[name]:.0%} of the updates, about {own.run.learning_steps}"
+        of_run = self.config.shares[name]
+        share = f"{name}: {of_run:.0%} of the updates, about {of_run * self.config.run.learning_steps:.0f}"
         pool = [f"{size - 1} older checkpoints"] * (size > 1)
         return "; ".join([share, f"against {_opponents(own)}", *pool, *changed])
 

@@ -21,6 +21,8 @@ def policy_rules(config: Config) -> Iterator[str]:
     shares, given = config.shares.values(), sum(policy.share or 0 for policy in known.values())
     if abs(sum(shares) - 1) > SHARE_ROUNDING or min(shares) < SHARE_ROUNDING:  # the rest may be negative
         yield f"policies: the shares sum to {given:g}; let all of them sum to 1, or leave one out to take the rest"
+    for name in known.keys() & {BASE, INITIAL}:
+        yield f"policies.{name}: {name!r} is what a lineage may begin from; give the policy another name"
     for key, name in _policies_named(config):
         if name not in known:
             yield f"{key}: there is no [policies.{name}]; {suggestion(name, known)}"
@@ -49,15 +51,19 @@ def _restart_rules(config: Config) -> Iterator[str]:
         where = f"policies.{name}.restart"
         if rule.at_points is None and rule.at_updates is None:
             yield f"{where}: no restart can happen: set at_updates, or at_points"
-        if rule.at_points is not None and not policies_met(config.of_policy(name)) and not draws_population(config):
-            yield f"{where}.at_points counts games against policies in policies.{name}.opponents, which names none"
+        own = config.of_policy(name)
+        if rule.at_points is not None and not policies_met(own) and not draws_population(own):
+            yield (
+                f"{where}.at_points counts games against policies in policies.{name}.opponents, but no training "
+                "env lets it meet one: name 'policy:OTHER' there, or set at_updates"
+            )
         if rule.start not in (BASE, INITIAL, *config.policies):
             hint = suggestion(rule.start, config.policies)
             yield f"{where}.from = {rule.start!r}: write 'base', 'initial' or the name of a policy; {hint}"
         passed = [name]
         while (begins := rules.get(passed[-1])) is not None and begins.start in config.policies:
             if begins.start in passed:
-                yield f"{where}.from: {' from '.join([*passed, begins.start])} is a circle; let one begin from 'base'"
+                yield f"{where}.from: {' from '.join([*passed, begins.start])} is a cycle; let one begin from 'base'"
                 break
             passed.append(begins.start)
 
@@ -77,8 +83,12 @@ def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
 
 def policy_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each policy that only itself plays."""
-    for name in config.policies if len(config.policies) > 1 else ():
-        if not any(named == name and key != f"policies.{name}.opponents" for key, named in _policies_named(config)):
+    is_drawn, met = draws_population(config), {name.removesuffix("/past") for name in policies_met(config)}
+    met |= {parse_player(env.fixed_opponent).rest for env in config.eval_envs if is_policy(env.fixed_opponent)}
+    for seats in ({*(env.seats or ())} for env in config.train_envs):
+        met |= seats if len(seats) > 1 else set()
+    for name, policy in config.policies.items() if len(config.policies) > 1 else ():
+        if name not in met and not (is_drawn and policy.restart is not None and policy.restart.keeps):
             yield (
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or give it a seat"

@@ -95,7 +95,7 @@ def _number_rules(config: Config) -> Iterator[str]:
         yield f"buffer.batch_delay_buffer = {delay:g} times {batch} is more than {size}: the learner would wait forever"
     if run.group_size > buffer_size:
         yield f"run.group_size = {run.group_size}: a group does not fit {size}"
-    draws_older = uses_checkpoints(league) or any(name.endswith("/past") for name in strategies(league))
+    draws_older = uses_checkpoints(league) or any(n == "population" or n.endswith("/past") for n in strategies(league))
     if draws_older and league.max_active_checkpoints == 1:
         yield (
             "league.max_active_checkpoints = 1 allows only the current policy, but opponent_sampling_strategy = "
@@ -132,9 +132,12 @@ def _group_rules(config: Config) -> Iterator[str]:
     group_size, baseline = config.run.group_size, config.group_baseline
     key = f"rewards.group_baseline = {baseline!r}"
     if group_size > 1 and baseline is None:
-        yield (
-            f"run.group_size = {group_size}: no baseline compares the games of a group; "
-            "set rewards.group_baseline to 'grpo', 'mean', 'rloo' or 'duplicate'"
+        has_critic = algorithm_of(config).has_critic
+        yield f"run.group_size = {group_size}: " + (
+            f"{config.algorithm} has a critic and cannot learn from groups; set 1, or another algorithm"
+            if has_critic
+            else "no baseline compares the games of a group; set rewards.group_baseline to 'grpo', 'mean', 'rloo' or "
+            "'duplicate'"
         )
     if baseline is None:
         return
@@ -144,7 +147,7 @@ def _group_rules(config: Config) -> Iterator[str]:
     if baseline not in {"grpo": ("grpo", "mean"), "rloo": ("rloo",)}.get(config.algorithm, (baseline,)):
         yield f"{key} contradicts algorithm = {config.algorithm!r}; leave it out"
     if config.buffer.kind == "episodes":
-        yield f"{key}: {config.algorithm} uses the critic as baseline; leave it out"
+        yield f"{key}: {config.algorithm} uses the critic as baseline; leave it out, or set another algorithm"
     for name in ("final_reward_transformation", "sampling_reward_transformation"):
         for transform in _baselines(config, name):
             yield f"rewards.{name}: {transform} is a baseline, but the group already is one; remove it (or set [])"
@@ -176,7 +179,7 @@ def _algorithm_rules(config: Config) -> Iterator[str]:
         if learner.options:
             yield f"learner.options: {name} has no options; only a custom algorithm (module:Class) has them"
         if config.lora.initial_critic_path and not algorithm.has_critic:
-            yield f"lora.initial_critic_path: {name} has no critic"
+            yield f"lora.initial_critic_path: {name} has no critic; leave it out"
     if algorithm.is_clipped and learner.ppo_minibatches > learner.batch_size:
         yield (
             f"learner.ppo_minibatches = {learner.ppo_minibatches} is more than learner.batch_size = "
@@ -236,8 +239,8 @@ def loss_rules(config: Config) -> Iterator[str]:
         )
     if learner.learning_rate_warmup >= steps:
         yield (
-            f"learner.learning_rate_warmup = {learner.learning_rate_warmup}: the run ends after run.learning_steps = "
-            f"{steps} updates, before the learning rate is reached"
+            f"learner.learning_rate_warmup = {learner.learning_rate_warmup}: the schedule ends after {steps} updates "
+            "(run.learning_steps, a policy's part of them, or restart.at_updates), before the learning rate is reached"
         )
     if learner.clip_range_high is not None and name in LEARNERS and not LEARNERS[name].is_clipped:
         yield f"learner.clip_range_high: {name} does not clip; only ppo and grpo do"

@@ -69,8 +69,10 @@ DUPLICATES = (
 )
 
 
-def whole_and_resumed(tmp_path: Path, options: tuple[str, ...], is_isolated: bool = False) -> Path:
-    """Check that a run that is killed after update 3 and resumed equals a whole one; return its directory.
+def whole_and_resumed(
+    tmp_path: Path, options: tuple[str, ...], is_isolated: bool = False, is_killed: bool = True
+) -> Path:
+    """Check that a run that is killed after update 3 (or stops) and resumed equals a whole one; return its directory.
 
     Engine and learner are those without torch: the claim is about games, samplers and groups.
     """
@@ -82,7 +84,7 @@ def whole_and_resumed(tmp_path: Path, options: tuple[str, ...], is_isolated: boo
             config.read_text().replace("num_actors = ", f"isolated = {is_isolated}\nnum_actors = ".lower())
         )
         process = runs.start_torchless("run", config, *runs.PLAYS_NIM, *options)
-        if name == "broken":
+        if name == "broken" and is_killed:
             runs.wait_for(lambda: runs.num_updates(tmp_path / "broken") >= 3)
             process.send_signal(signal.SIGKILL)
         code, out, err = runs.finish(process)
@@ -122,6 +124,12 @@ RESTARTS = (
     'policies.exploiter.restart={ from = "main", at_updates = 1 }',
     "policies.exploiter.share=0.5",
 )
+
+
+@pytest.mark.nightly
+def test_lineage_ends_in_the_same_update_if_the_run_is_stopped_in_it(tmp_path: Path) -> None:
+    stopped = (*RESTARTS, "policies.exploiter.algorithm=fakes.slow_learners:StopsTheBrokenRun")
+    whole_and_resumed(tmp_path, stopped, is_killed=False)
 
 
 def test_resumed_sync_run_of_lineages_equals_a_whole_one(tmp_path: Path) -> None:

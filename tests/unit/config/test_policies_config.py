@@ -67,6 +67,13 @@ def test_config_that_a_run_records_reads_as_the_same():
     assert make_plan(config).config == config
 
 
+def test_mistake_in_a_key_of_a_policy_is_the_only_one_that_is_named():
+    policies = {"main": {"opponents": "policy:exploiter"}, "exploiter": {"opponents": "policy:main", "shares": 0.3}}
+    config, problems = parse_config({"train_envs": [NIM], "policies": policies})
+    assert config is not None
+    assert [*problems, *find_problems(config)] == ["unknown key 'policies.exploiter.shares'; did you mean 'share'?"]
+
+
 def test_envs_of_a_policy_are_those_with_a_seat_for_it_and_evaluations_against_others():
     envs = [NIM, ROLES | {"num_players": 3, "seats": ["main", "exploiter", "main"]}]
     envs.append(ROLES | {"env_id": "KuhnPoker-v0-train", "seats": ["main", "main"]})
@@ -190,8 +197,29 @@ def test_check_describes_each_policy():
         "policies.exploiter: no other policy plays it; name 'policy:exploiter' in the opponents of another or as "
         "fixed_opponent of an eval env, or give it a seat"
     ]
-    seated = make_plan(config_of(train_envs=[NIM, ROLES]))
-    assert not [text for name, text in seated.describe() if "no other policy plays it" in text]
+
+
+def without_a_game(config: Config) -> list[str]:
+    """Return the policies that `check` says no other one plays."""
+    warnings = [text for name, text in make_plan(config).describe() if name == "warning"]
+    return [text.partition(":")[0].removeprefix("policies.") for text in warnings if "no other policy plays it" in text]
+
+
+def test_policy_is_played_by_seats_evaluations_and_as_a_kept_player_but_not_by_opponents_that_no_env_draws():
+    kept = {"exploiter": {"opponents": "policy:main", "restart": {"at_updates": 5}}}
+    assert without_a_game(config_of("population", policies=kept)) == []
+    assert without_a_game(config_of(train_envs=[NIM, ROLES])) == []
+    assert without_a_game(config_of(eval_envs=[EVALUATED | {"fixed_opponent": "policy:exploiter"}])) == []
+    both = [NIM | {"num_actors": 2}]
+    assert without_a_game(config_of("policy:exploiter", train_envs=both)) == ["main", "exploiter"]
+    apart = [env | {"num_actors": 2, "seats": [name] * 2} for env, name in ((NIM, "main"), (ROLES, "exploiter"))]
+    assert without_a_game(config_of(train_envs=apart)) == ["main", "exploiter"]
+
+
+def test_check_says_how_many_updates_a_policy_has_if_its_schedule_spans_a_lineage():
+    rule = {"opponents": "policy:main", "share": 0.5, "restart": {"at_updates": 5}}
+    texts = [text for name, text in make_plan(config_of(policies={"exploiter": rule})).describe() if name == "policy"]
+    assert texts[1].startswith("exploiter: 50% of the updates, about 100;")
 
 
 def test_check_predicts_games_and_slots_of_all_policies():

@@ -32,7 +32,9 @@ WARMUP = "learner.learning_rate_warmup"
 POLICIES = 'league.opponent_sampling_strategy = "mirror"; policies.main.share = 0.7; policies.exploiter.share = 0.3; '
 TWO = POLICIES.replace("0.7", "0.5").replace("0.3", "0.5")
 THREE = 'policies.third.algorithm = "a2c"; ' + TWO.replace("0.5", "0.3")
-PLAYS = "policies.exploiter.opponents"
+PLAYS, RULE = "policies.exploiter.opponents", "policies.exploiter.restart"
+KEEPS = f'policies.main.opponents = "population"; {RULE}.at_updates = 5; '
+"""A policy that plays the ones that another one leaves; a second key may replace this one's rule."""
 ROLES = ENVS.replace("num_actors = 2", 'seats = ["main", "exploiter"]')
 
 REFUSED = [
@@ -122,7 +124,7 @@ REFUSED = [
     (f'{TURN}{CUSTOM}buffer.kind = "episodes"', "TakesItsTime learns from episodes, which must be"),
     ("learner.options = {clip_high = 0.28}", "learner.options"),
     ('algorithm = "ppo"; learner.ppo_minibatches = 500', "ppo_minibatches"),
-    (f"{WARMUP} = 200", f"{WARMUP} = 200: the run ends after"),
+    (f"{WARMUP} = 200", f"{WARMUP} = 200: the schedule ends after 200 updates"),
     (f"{WARMUP} = -1", f"{WARMUP} = -1"),
     ("learner.entropy_target = 0.5", "learner.entropy_coefficient must be above 0"),
     ("learner.entropy_target = 12.0; learner.entropy_coefficient = 0.01", "learner.entropy_target = 12: a token of"),
@@ -226,6 +228,8 @@ REFUSED = [
     (TWO + ROLES + "num_actors = 1", "train_envs.0.seats: name a policy for each of num_players = 2 seats, and leave"),
     (TWO + ROLES + 'fixed_opponents = ["base"]', "fixed_opponents are never met, because `seats` gives every seat"),
     (f"{TWO}{DEALS}run.group_size = 4; {ROLES}", "from both seats; leave out train_envs.0.seats, or use 'rloo'"),
+    ("policies = {main = {}, base = {}}", "policies.base: 'base' is what a lineage may begin from"),
+    ('algorithm = "a2c"; run.group_size = 4', "a2c has a critic and cannot learn from groups; set 1, or"),
     (THREE + ROLES, "policies.third: it has no game: in some train env give it a seat, or"),
     (
         f'policies.main.opponents = "none"; policies.exploiter.opponents = "mirror"; {ONE_SEAT}',
@@ -235,6 +239,12 @@ REFUSED = [
         f'{TWO}{PLAYS} = "policy:main/past"; league.max_active_checkpoints = 1; {ONE_SEAT}',
         "opponent_sampling_strategy = 'policy:main/past' draws older ones: set 2",
     ),
+    (
+        f"{KEEPS}league.max_active_checkpoints = 1; {ONE_SEAT}",
+        "policies.main: league.max_active_checkpoints = 1 allows only the current policy",
+    ),
+    (f'{KEEPS}{RULE}.at_points = 0.7; {PLAYS} = "mirror"; {ONE_SEAT}', f"{RULE}.at_points counts games"),
+    (f'{KEEPS}{RULE}.at_points = 0.7; {PLAYS} = "policy:main"; {ROLES}', f"{RULE}.at_points counts games"),
     (
         TWO + "engine.max_loras = 3",
         "engine.max_loras = 3: the league of main, exploiter needs at least 4 adapter slots",

@@ -189,3 +189,19 @@ def test_skipped_batches_are_counted_by_policy(watched):
     assert "on: skipped" in watched.health.status() and "skipped: exploiter: 50 batches" in watched.alarms[0]
     watched.health.check_update(8, {}, "exploiter")
     assert "on:" not in watched.health.status()
+
+
+def test_new_lineage_is_not_compared_with_the_games_of_the_one_before(watched):
+    def play(count: int, loser: bool = False) -> None:
+        for number in range(count):
+            models = (RANDOM, EXPLOITER) if loser or number % 8 == 0 else (EXPLOITER, RANDOM)
+            watched.play(1, game(*models))
+
+    for update in range(1, 21):
+        play(40)
+        watched.health.check_update(update, WELL, "exploiter")
+    watched.health.forget("exploiter")
+    for update in range(21, 41):
+        play(40, loser=True)
+        watched.health.check_update(update, WELL, "exploiter")
+    assert not [alarm for alarm in watched.alarms if "decline" in alarm]

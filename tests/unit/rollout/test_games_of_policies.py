@@ -122,14 +122,18 @@ async def test_each_policy_gets_its_batches_in_any_mixture(seed):
         assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.size(), "no step is lost or counted twice"
 
 
-async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_from_games_that_both_want():
+@pytest.mark.parametrize("envs", [[NIM], [NIM, {**ROLES, "seats": ["main", "exploiter"]}]], ids=["alone", "and roles"])
+async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_from_games_that_both_want(envs):
     mixture = {"mirror": 0.5, "policy:exploiter": 0.3, "fixed": 0.2}
-    world = World(plan_of({"main": {"opponents": mixture}, "exploiter": {"opponents": "policy:main", "share": 0.7}}))
+    policies = {"main": {"opponents": mixture}, "exploiter": {"opponents": "policy:main", "share": 0.7}}
+    world = World(plan_of(policies, envs))
     async with world.playing():
-        for _ in range(60):
+        for _ in range(110 * len(envs)):
             await world.update()
     of_main, both = Counter[str](), 0
     for record in world.records:
+        if record.spec.env_id != NIM["env_id"]:
+            continue
         own = {trajectory.model.policy for trajectory in record.trajectories}
         both += len(own) == 2
         if "main" in own:
