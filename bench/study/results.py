@@ -47,7 +47,8 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "max": max,
 }
-
+NEARLY_ALL = 0.95
+"""Share of a run's updates before which a last value is called early; one of several policies may learn last."""
 KEYS = {"arm", "seed", "run_seed", "config", "primary", "seconds", "updates", "games", "alarms"}
 KEYS |= {"directory", "commit", "measures", "curves"}
 """Keys of a record that are read again."""
@@ -223,7 +224,7 @@ def _thinned(curve: Curve) -> list[tuple[int, float]]:
 
 
 def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe records that lack a measure, that had another primary measure, or that are of several commits."""
+    """Describe records that lack a measure or have an early one, had another primary one, or are of several commits."""
     study, found = checked.study, list[str]()
     for record in records:
         where = f"{record['arm']}, seed {record['seed']}"
@@ -231,6 +232,12 @@ def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]
         found += [f"{where}: no value of {name!r}" for name in lacking]
         if record["primary"] != study.primary:
             found.append(f"{where}: the primary measure was {record['primary']!r} when it ran")
+        for name in (
+            name for name, measure in study.measures.items() if measure.take == "last" and name not in lacking
+        ):
+            at = record["curves"][study.measures[name].series][-1][0]
+            if at < NEARLY_ALL * record["updates"]:
+                found.append(f"{where}: {name!r} is of update {at}, the last one is {record['updates']}")
     starts = {(warm_start_digest(checked.configs[record["arm"]]), record.get("start")) for record in records}
     if len(starts) > len(dict(starts)):
         found.append("The runs start from several adapters: their warm starts were made on several machines.")
