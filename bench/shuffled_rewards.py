@@ -16,7 +16,8 @@ WINDOW = 1024
 class ShuffledRewards:
     """Gives a player the reward of a random earlier game at the same seat of the same env; 0 in a seat's first game.
 
-    Each seat's rewards keep their mean and spread, and lose every relation to the turns that are trained on them.
+    Each seat's rewards keep their mean and spread, and lose every relation to the turns that are trained on them and to
+    the other seat's.
     """
 
     def __init__(self, seed: int = 0) -> None:

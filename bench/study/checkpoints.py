@@ -105,18 +105,18 @@ def dependence_curve(directory: Path, config: Config, env_id: str) -> Curves:
 def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     """Return what training did to the model's language, in nats, before it and at the last checkpoint.
 
-    `answers`: mean log-probability of the right answer to `QUESTIONS`; `of_base`: that of the base, for comparison.
-    `kl`: mean KL divergence from the base's next token to the policy's in `TEXTS` paragraphs that are not games.
+    `answers`: mean log-probability of the right answer to `QUESTIONS`, with the end of its line; `of_base`: that of the
+    base, for comparison. `kl`: mean KL(policy ‖ base) of the next token in `TEXTS` paragraphs that are not games.
     """
     place = resolve_model(config.model_name)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place)
     tokens = partial(tokenizer, add_special_tokens=False)
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, place, dtype=torch.float32)
     parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= LONG)
-    texts = [tokens(part)["input_ids"][:TEXT_TOKENS] for part in islice(parts, TEXTS)]
+    texts = [tokens(part)["input_ids"][:TEXT_TOKENS] for part in islice(dict.fromkeys(parts), TEXTS)]
     asked = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     questions = [
-        (tokens(f"Question: {one['question']}\nAnswer:")["input_ids"], tokens(f" {one['answer']}")["input_ids"])
+        (tokens(f"Question: {one['question']}\nAnswer:")["input_ids"], tokens(f" {one['answer']}\n")["input_ids"])
         for one in asked
     ]
 
@@ -130,7 +130,7 @@ def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
 
     def divergence(model: torch.nn.Module, text: list[int]) -> float:
         logp_TV, base_logp_TV = next_logp_TV(model, text), next_logp_TV(base, text)
-        return float(functional.kl_div(logp_TV, base_logp_TV, reduction="batchmean", log_target=True))
+        return float(functional.kl_div(base_logp_TV, logp_TV, reduction="batchmean", log_target=True))
 
     base, curves = load(), Curves()
     of_base = answers(base)

@@ -54,9 +54,9 @@ class Measure(Section):
     """Env of that opponent. Default: the only eval env with it."""
     value: Literal["points", "win_rate", "mean_reward"] = "points"
     """Result of its evaluations to read."""
-    take: Literal["last", "mean", "min", "max"] = "last"
+    take: Literal["last", "mean", "min", "max", "change"] = "last"
     of: Literal["all", "last-half"] = "all"
-    """Updates to take it of. Update 0, before training, never counts."""
+    """Updates to take it of. Update 0, before training, counts for `change` alone: the last value less this one."""
 
     @property
     def series(self) -> str:

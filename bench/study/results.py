@@ -46,6 +46,7 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,
     "min": min,
     "max": max,
+    "change": lambda values: values[-1],
 }
 NEARLY_ALL = 0.95
 """Share of a run's updates before which a last value is called early; one of several policies may learn last."""
@@ -191,6 +192,8 @@ def value_of(measure: Measure, curve: Sequence[tuple[int, float]]) -> float | No
     The last half are the updates after half of the curve's last one.
     """
     values = [(update, value) for update, value in curve if update > 0]
+    if measure.take == "change" and values:
+        values = [(values[-1][0], values[-1][1] - curve[0][1])] if curve[0][0] == 0 else []
     if measure.of == "last-half":
         values = [(update, value) for update, value in values if 2 * update > values[-1][0]]
     return float(f"{TAKE[measure.take]([value for _, value in values]):.6g}") if values else None

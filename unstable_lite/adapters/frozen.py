@@ -206,7 +206,8 @@ def find_saved(word: str) -> Path:
     """Return the adapter that `DIRECTORY/ckpt-N`, `DIRECTORY/newest` or `DIRECTORY/best` names.
 
     If the run has several policies it is that of `main`, else of the first one, or of the one named after another `/`.
-    Kept adapters count like checkpoints. Raises ConfigError if there is no such run, policy or adapter.
+    Kept adapters count like checkpoints, if the run has one policy. Raises ConfigError if there is no such run, policy
+    or adapter.
     """
     match = re.fullmatch(r"(.+)/(ckpt-\d+|newest|best)(?:/(\w+))?/*", word)
     if match is None:

@@ -278,14 +278,14 @@ class RestartConfig(Section):
     """Adapter of a new lineage: `base`, a fresh one; `initial`, that of `lora.initial_lora_path`, if there is one; or
     the newest adapter of another policy, by its name."""
     at_points: float | None = Field(None, gt=0, lt=1)
-    """Points in its newest `games` against the policies in its `opponents` after which the lineage ends, if the lower
-    end of their 95 % interval is above. Default: points do not end it."""
+    """Points in its newest `games` training games against the policies or the population in its `opponents` after which
+    the lineage ends, if the lower end of their 95 % interval is above. Default: points do not end it."""
     games: int = Field(200, ge=20)
     """Number of these games, without void ones."""
     at_updates: int | None = Field(None, ge=1)
     """Number of updates of a lineage after which it ends in any case. Default: no number."""
     keeps: bool = True
-    """Whether the last checkpoint of a lineage stays a player, which `population` draws."""
+    """Whether the last checkpoint of a lineage stays a player, if some `opponents` draw `population`."""
 
 
 class PolicyConfig(Section):

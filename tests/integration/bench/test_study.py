@@ -10,6 +10,8 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -277,7 +279,7 @@ def test_language_is_that_of_merged_weights(trained: Path, monkeypatch: pytest.M
         AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32),
         AutoTokenizer.from_pretrained(place),
     )
-    prompt, answer = (tokenizer(text).input_ids for text in ("Question: What is 8 - 9?\nAnswer:", " -1"))
+    prompt, answer = (tokenizer(text).input_ids for text in ("Question: What is 8 - 9?\nAnswer:", " -1\n"))
     ids = torch.tensor([prompt + answer])
     labels = torch.tensor([[-100] * len(prompt) + answer])
     merged = PeftModel.from_pretrained(copy.deepcopy(base), trained / "checkpoints" / "ckpt-2").merge_and_unload()
@@ -285,8 +287,18 @@ def test_language_is_that_of_merged_weights(trained: Path, monkeypatch: pytest.M
         before, after = (-float(model(ids, labels=labels).loss) * len(answer) for model in (base, merged))
     assert found["language/answers"] == [(0, pytest.approx(before)), (2, pytest.approx(after, rel=1e-4))]
     assert found["language/of_base"] == [(0, pytest.approx(before)), (2, pytest.approx(before))]
+    parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= checkpoints.LONG)
+    texts = [torch.tensor([tokenizer(part).input_ids[:128]]) for part in itertools.islice(parts, 2)]
+
+    @torch.inference_mode()
+    def divergence(one: torch.nn.Module, other: torch.nn.Module) -> float:
+        """Return KL(one ‖ other) of the next token."""
+        pairs = ([torch.log_softmax(model(ids).logits[0], -1) for model in (one, other)] for ids in texts)
+        return fmean(float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs)
+
     (_, nothing), (_, kl) = found["language/kl"]
-    assert nothing == 0 < kl
+    assert nothing == 0 and kl == pytest.approx(divergence(merged, base), rel=1e-3)
+    assert kl != pytest.approx(divergence(base, merged), rel=1e-2)
 
 
 def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ def test_measures_take_what_they_say():
         for of, value in (("all", of_all), ("last-half", of_last_half)):
             assert value_of(Measure(metric="x", take=take, of=of), curve) == value  # type: ignore[arg-type]
     assert value_of(Measure(metric="x"), [(0, 9.0)]) is None
+    assert value_of(Measure(metric="x", take="change"), curve) == -6.0
+    assert value_of(Measure(metric="x", take="change"), curve[1:]) is None
 
 
 def test_interquartile_means_have_the_intervals_of_all_resamples():
