@@ -25,6 +25,7 @@ EXAMPLES = {
     "exploiter": ("exploiter.toml",),
     "exploitability": ("exploitability_of_a_model.toml",),
     "warm-start": ("warm_start.toml",),
+    "language-model": ("smollm2.toml",),
     "questions": ("questions.toml", "arithmetic.jsonl"),
     "branching": ("branching.toml", "branching.py"),
     "gpu": ("selfplay_24gb.toml",),

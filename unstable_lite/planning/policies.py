@@ -22,7 +22,7 @@ def policy_rules(config: Config) -> Iterator[str]:
     if abs(sum(shares) - 1) > SHARE_ROUNDING or min(shares) < SHARE_ROUNDING:  # the rest may be negative
         yield f"policies: the shares sum to {given:g}; let all of them sum to 1, or leave one out to take the rest"
     for name in known.keys() & {BASE, INITIAL}:
-        yield f"policies.{name}: {name!r} is what a lineage may begin from; give the policy another name"
+        yield f"policies.{name}: a lineage may begin from {name!r}, so give the policy another name"
     for key, name in _policies_named(config):
         if name not in known:
             yield f"{key}: there is no [policies.{name}]; {suggestion(name, known)}"

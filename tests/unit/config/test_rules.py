@@ -228,7 +228,7 @@ REFUSED = [
     (TWO + ROLES + "num_actors = 1", "train_envs.0.seats: name a policy for each of num_players = 2 seats, and leave"),
     (TWO + ROLES + 'fixed_opponents = ["base"]', "fixed_opponents are never met, because `seats` gives every seat"),
     (f"{TWO}{DEALS}run.group_size = 4; {ROLES}", "from both seats; leave out train_envs.0.seats, or use 'rloo'"),
-    ("policies = {main = {}, base = {}}", "policies.base: 'base' is what a lineage may begin from"),
+    ("policies = {main = {}, base = {}}", "policies.base: a lineage may begin from 'base', so"),
     ('algorithm = "a2c"; run.group_size = 4', "a2c has a critic and cannot learn from groups; set 1, or"),
     (THREE + ROLES, "policies.third: it has no game: in some train env give it a seat, or"),
     (
