@@ -28,7 +28,7 @@ from bench.study.reading import (
     series_of,
     warm_start_digest,
 )
-from bench.study.statistics import summarise
+from bench.study.statistics import rounded, summarise
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import drop_removed, parse_config
 from unstable_lite.dashboards.run_directory import RunDirectory, differences, flat
@@ -46,7 +46,6 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,
     "min": min,
     "max": max,
-    "change": lambda values: values[-1],
 }
 NEARLY_ALL = 0.95
 """Share of a run's updates before which a last value is called early; one of several policies may learn last."""
@@ -191,12 +190,13 @@ def value_of(measure: Measure, curve: Sequence[tuple[int, float]]) -> float | No
 
     The last half are the updates after half of the curve's last one.
     """
+    if measure.take == "change":
+        is_whole = len(curve) > 1 and curve[0][0] == 0
+        return rounded(curve[-1][1] - curve[0][1]) if is_whole else None
     values = [(update, value) for update, value in curve if update > 0]
-    if measure.take == "change" and values:
-        values = [(values[-1][0], values[-1][1] - curve[0][1])] if curve[0][0] == 0 else []
     if measure.of == "last-half":
         values = [(update, value) for update, value in values if 2 * update > values[-1][0]]
-    return float(f"{TAKE[measure.take]([value for _, value in values]):.6g}") if values else None
+    return rounded(TAKE[measure.take]([value for _, value in values])) if values else None
 
 
 def _curves(view: RunDirectory) -> dict[str, Curve]:
@@ -223,7 +223,7 @@ def _evaluations(view: RunDirectory) -> Iterator[tuple[str, int, float | None]]:
 
 def _thinned(curve: Curve) -> list[tuple[int, float]]:
     stride = -(-len(curve) // MAX_POINTS)
-    return [(update, float(f"{value:.6g}")) for update, value in [*curve[:-1:stride], curve[-1]]]
+    return [(update, rounded(value)) for update, value in [*curve[:-1:stride], curve[-1]]]
 
 
 def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -231,16 +231,14 @@ def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]
     study, found = checked.study, list[str]()
     for record in records:
         where = f"{record['arm']}, seed {record['seed']}"
-        lacking = [name for name in study.measures if record["measures"].get(name) is None]
-        found += [f"{where}: no value of {name!r}" for name in lacking]
+        for name, measure in study.measures.items():
+            curve = record["curves"].get(measure.series)
+            if record["measures"].get(name) is None:
+                found.append(f"{where}: no value of {name!r}")
+            elif measure.take in ("last", "change") and curve and curve[-1][0] < NEARLY_ALL * record["updates"]:
+                found.append(f"{where}: {name!r} is of update {curve[-1][0]}, the last one is {record['updates']}")
         if record["primary"] != study.primary:
             found.append(f"{where}: the primary measure was {record['primary']!r} when it ran")
-        for name in (
-            name for name, measure in study.measures.items() if measure.take == "last" and name not in lacking
-        ):
-            at = record["curves"][study.measures[name].series][-1][0]
-            if at < NEARLY_ALL * record["updates"]:
-                found.append(f"{where}: {name!r} is of update {at}, the last one is {record['updates']}")
     starts = {(warm_start_digest(checked.configs[record["arm"]]), record.get("start")) for record in records}
     if len(starts) > len(dict(starts)):
         found.append("The runs start from several adapters: their warm starts were made on several machines.")

@@ -62,7 +62,7 @@ def interval(*strata: Sequence[float]) -> tuple[float, float] | None:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return _rounded(result.low), _rounded(result.high)
+    return rounded(result.low), rounded(result.high)
 
 
 def _values(records: Sequence[Mapping[str, Any]], arm: str, measure: str) -> dict[int, float]:
@@ -78,11 +78,12 @@ def _row(*by_seed: Mapping[int, float]) -> Row:
     return {
         "n": len(values),
         "seeds": sorted({seed for values in by_seed for seed in values}),
-        "mean": _rounded(np.mean(values)) if values else None,
-        "iqm": _rounded(interquartile_mean(values)) if values else None,
+        "mean": rounded(np.mean(values)) if values else None,
+        "iqm": rounded(interquartile_mean(values)) if values else None,
         "interval": interval(*strata),
     }
 
 
-def _rounded(value: Any) -> float:
+def rounded(value: Any) -> float:
+    """Return the value as results have it: with six digits."""
     return float(f"{value:.6g}")

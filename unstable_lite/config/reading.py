@@ -127,19 +127,17 @@ def _check_bounds(raw: dict[str, Any]) -> None:
 def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
     """Return `raw` without the keys that `error` names; an env entry is removed as a whole."""
     locations = ([part for part in detail["loc"] if part != "[key]"] for detail in error.errors())
-    offenders: set[tuple[Any, ...]] = {tuple(loc[: 3 if loc[0] == "policies" else 2]) for loc in locations}
+    offenders: set[tuple[Any, ...]] = {tuple(loc[: 3 if loc[:1] == ["policies"] else 2]) for loc in locations}
 
-    def kept(section: str, table: Any, *name: str) -> Any:
-        if isinstance(table, dict):
-            inner = {key: value for key, value in table.items() if (section, *name, key) not in offenders}
-            return (
-                {key: kept(section, inner[key], key) for key in inner} if (section, *name) == ("policies",) else inner
-            )
-        if isinstance(table, list | tuple):
-            return [entry for index, entry in enumerate(table) if (section, index) not in offenders]
-        return table
+    def kept(value: Any, *path: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(inner, *path, key) for key, inner in value.items() if (*path, key) not in offenders}
+        if isinstance(value, list | tuple):
+            return [kept(inner, *path, index) for index, inner in enumerate(value) if (*path, index) not in offenders]
+        return value
 
-    return {section: kept(section, table) for section, table in raw.items() if (section,) not in offenders}
+    smaller: dict[str, Any] = kept(raw)
+    return smaller
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

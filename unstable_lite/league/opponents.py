@@ -56,6 +56,12 @@ def draws_population(config: Config) -> bool:
     return any("population" in strategies(own.league) for own in _drawing(config))
 
 
+def kept_policies(config: Config) -> set[str]:
+    """Return the policies whose last checkpoint of a lineage stays a player, because some policy draws such players."""
+    rules = {name: policy.restart for name, policy in config.policies.items()}
+    return {name for name, rule in rules.items() if rule is not None and rule.keeps and draws_population(config)}
+
+
 def _drawing(config: Config) -> Iterator[Config]:
     """Yield the config of each policy that has a training env with opponents."""
     return (own for own in map(config.of_policy, config.shares) if any(env.num_drawn for env in own.train_envs))

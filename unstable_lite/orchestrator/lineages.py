@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unstable_lite.config.games import RestartConfig, evaluated_against
-from unstable_lite.league.opponents import draws_population, policies_met
+from unstable_lite.league.opponents import kept_policies, policies_met
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
@@ -60,7 +60,7 @@ class Lineages(GameListener):
         if rule is None or is_last or (reason := _reason(policy, rule)) is None:
             return
         version, last = policy.next_version, policy.registry.current.uid
-        if is_kept := rule.keeps and draws_population(parts.plan.config):
+        if is_kept := policy.name in kept_policies(parts.plan.config):
             await self._keep(last)
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
         policy.make_room(parts.policies.values())

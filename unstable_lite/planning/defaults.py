@@ -13,8 +13,8 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import is_policy
 from unstable_lite.config.training import Transformation
 from unstable_lite.league.opponents import (
-    draws_population,
     frozen_adapters,
+    kept_policies,
     met_opponents,
     policies_met,
     strategies,
@@ -105,12 +105,11 @@ def pool_sizes(config: Config, num_frozen: int | None = None) -> dict[str, int]:
     league, sizes = config.league, dict[str, int | None]()
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
-    drawn, is_drawn = policies_met(config), draws_population(config)
+    drawn, kept = policies_met(config), kept_policies(config)
     for name in config.shares:
-        own, rule = config.of_policy(name), config.policies[name].restart if name else None
-        is_kept = is_drawn and rule is not None and rule.keeps
+        own = config.of_policy(name)
         size = wanted if "lagged" in strategies(own.league) else None  # as many as fit
-        is_met = is_kept or _plays_checkpoints(own) or f"{name}/past" in drawn
+        is_met = name in kept or _plays_checkpoints(own) or f"{name}/past" in drawn
         sizes[name] = league.max_active_checkpoints or (size if is_met else 1)
     taken = sum((size or 0) + _in_transition(config, size) for size in sizes.values())
     left = changing_slots(config, num_frozen) - taken

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import is_policy, parse_player
-from unstable_lite.league.opponents import draws_population, policies_met, strategies
+from unstable_lite.league.opponents import draws_population, kept_policies, policies_met, strategies
 from unstable_lite.plugins import suggestion
 from unstable_lite.types import BASE, INITIAL
 
@@ -45,7 +45,7 @@ def policy_rules(config: Config) -> Iterator[str]:
 def _restart_rules(config: Config) -> Iterator[str]:
     """Yield each reason why a policy cannot begin again, or why a population stays empty."""
     rules = {name: policy.restart for name, policy in config.policies.items() if policy.restart is not None}
-    if draws_population(config) and not any(rule.keeps for rule in rules.values()):
+    if draws_population(config) and not kept_policies(config):
         yield "'population' draws kept players, but no policy keeps any; set policies.NAME.restart"
     for name, rule in rules.items():
         where = f"policies.{name}.restart"
@@ -83,12 +83,12 @@ def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
 
 def policy_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each policy that only itself plays."""
-    is_drawn, met = draws_population(config), {name.removesuffix("/past") for name in policies_met(config)}
+    met = kept_policies(config) | {name.removesuffix("/past") for name in policies_met(config)}
     met |= {parse_player(env.fixed_opponent).rest for env in config.eval_envs if is_policy(env.fixed_opponent)}
     for seats in ({*(env.seats or ())} for env in config.train_envs):
         met |= seats if len(seats) > 1 else set()
-    for name, policy in config.policies.items() if len(config.policies) > 1 else ():
-        if name not in met and not (is_drawn and policy.restart is not None and policy.restart.keeps):
+    for name in config.policies if len(config.policies) > 1 else ():
+        if name not in met:
             yield (
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or give it a seat"

@@ -132,13 +132,13 @@ def _group_rules(config: Config) -> Iterator[str]:
     group_size, baseline = config.run.group_size, config.group_baseline
     key = f"rewards.group_baseline = {baseline!r}"
     if group_size > 1 and baseline is None:
-        has_critic = algorithm_of(config).has_critic
-        yield f"run.group_size = {group_size}: " + (
-            f"{config.algorithm} has a critic and cannot learn from groups; set 1, or another algorithm"
-            if has_critic
-            else "no baseline compares the games of a group; set rewards.group_baseline to 'grpo', 'mean', 'rloo' or "
+        why = (
+            "no baseline compares the games of a group; set rewards.group_baseline to 'grpo', 'mean', 'rloo' or "
             "'duplicate'"
         )
+        if algorithm_of(config).has_critic:
+            why = f"{config.algorithm} has a critic and cannot learn from groups; set 1, or another algorithm"
+        yield f"run.group_size = {group_size}: {why}"
     if baseline is None:
         return
     if group_size < 2:

@@ -201,6 +201,7 @@ def test_record_has_measures_curves_and_versions_of_its_run(tmp_path):
         "two & more, seed 3: no value of 'points, last'",
         "two & more, seed 3: the primary measure was 'loss, mean' when it ran",
     ]
+    assert not remarks(checked, [record | {"curves": {}}]), "of a measure that had another metric when it ran"
     early = {name: [point for point in curve if point[0] < 4] for name, curve in record["curves"].items()}
     assert remarks(checked, [record | {"curves": early}]) == [
         "two & more, seed 3: 'points, last' is of update 0, the last one is 4"

@@ -122,13 +122,19 @@ async def test_each_policy_gets_its_batches_in_any_mixture(seed):
         assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.size(), "no step is lost or counted twice"
 
 
-@pytest.mark.parametrize("envs", [[NIM], [NIM, {**ROLES, "seats": ["main", "exploiter"]}]], ids=["alone", "and roles"])
-async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_from_games_that_both_want(envs):
+@pytest.mark.parametrize(
+    ("envs", "updates"),
+    [([NIM], 60), ([NIM, {**ROLES, "seats": ["main", "exploiter"]}], 220)],
+    ids=["alone", "and roles"],
+)
+async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_from_games_that_both_want(
+    envs, updates
+):
     mixture = {"mirror": 0.5, "policy:exploiter": 0.3, "fixed": 0.2}
     policies = {"main": {"opponents": mixture}, "exploiter": {"opponents": "policy:main", "share": 0.7}}
     world = World(plan_of(policies, envs))
     async with world.playing():
-        for _ in range(110 * len(envs)):
+        for _ in range(updates):
             await world.update()
     of_main, both = Counter[str](), 0
     for record in world.records:
