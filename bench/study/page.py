@@ -35,7 +35,8 @@ Table = list[list[str]]
 
 def to_markdown(study: Study, content: Content, notes: Sequence[str]) -> str:
     """Return question, notes, and the two tables. `content`: what `write_results` returned."""
-    lines = [f"**{study.question}**", "", f"Primary measure, named before the runs: {study.primary}. {METHOD}", ""]
+    method = _method(study, content)
+    lines = [f"**{study.question}**", "", f"Primary measure, named before the runs: {study.primary}. {method}", ""]
     for note in notes:
         lines += [note, ""]
     for table in (_aggregates(study, content), _differences(content)):
@@ -62,7 +63,8 @@ def to_html(study: Study, content: Content, notes: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{STYLE}</style></head><body><h1>{title}</h1><p>{escape(study.question)}</p>",
-        f"<p>Primary measure, named before the runs: <strong>{escape(study.primary)}</strong>. {METHOD}</p>",
+        f"<p>Primary measure, named before the runs: <strong>{escape(study.primary)}</strong>. "
+        f"{escape(_method(study, content))}</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         _html_table("aggregates", _aggregates(study, content)),
         "<h2>Differences</h2>",
@@ -78,6 +80,17 @@ def to_html(study: Study, content: Content, notes: Sequence[str]) -> str:
 def note_of(study: Study, content: Content) -> list[str]:
     """Return the note that every output has if there are too few seeds."""
     return [note] if (note := supports_no_claim(study, _current(content))) else []
+
+
+def _method(study: Study, content: Content) -> str:
+    """Return what the tables have, and the mean differences of the primary measure."""
+    rows = [row for row in content["differences"] if row["measure"] == study.primary and row.get("interval_of_mean")]
+    means = [
+        f"{row['arm']} {number(row['mean'])} ({' to '.join(map(number, row['interval_of_mean']))}; n = {row['n']})"
+        for row in rows
+    ]
+    from_first = f" Mean differences of the primary measure from {study.arms[0].name}, with 95 % t intervals: "
+    return METHOD + (f"{from_first}{', '.join(means)}." if means else "")
 
 
 def _current(content: Content) -> list[Mapping[str, Any]]:

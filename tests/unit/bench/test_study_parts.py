@@ -181,6 +181,12 @@ def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path):
     # +.3, +.1, +.6, -.1: seeds 4 and 7 have no pair
     assert (paired["n"], paired["seeds"], paired["from"]) == (4, [1, 2, 3, 5], "one")
     assert (paired["mean"], paired["iqm"]) == (0.225, 0.2)
+    half = 3.182446 * np.std([0.3, 0.1, 0.6, -0.1], ddof=1) / 2  # of three degrees of freedom
+    assert paired["interval_of_mean"] == pytest.approx([0.225 - half, 0.225 + half], rel=1e-5)
+    said = (
+        f"from one, with 95 % t intervals: two & more 0.225 ({number(0.225 - half)} to {number(0.225 + half)}; n = 4)."
+    )
+    assert said in to_markdown(study, content, [])
     unknown = [row for row in content["aggregates"] if row["measure"] == "loss, mean"]
     assert [(row["n"], row["mean"], row["interval"]) for row in unknown] == [(0, None, None)] * 2
 
@@ -258,7 +264,7 @@ def test_page_and_table_show_the_numbers_of_the_file(tmp_path):
         assert [row["measure"] + mark, row["arm"], *numbers] in shown
         assert f"| {row['arm']} | {' | '.join(numbers)} |" in table
     assert [row[1] for row in cells(page, "differences")] == ["two & more"] * 2
-    assert "arm, minus one" in page
+    assert "arm, minus one" in page and "from one, with 95 % t intervals: two &amp; more 0.2 (" in page
     assert cells(page, "differences")[1][2:] == ["5", "0.2", "0.2", "0.2 – 0.2", "1, 2, 3, 4, 5"]
     assert [float(row[3]) for row in cells(page, "runs")] == [
         run["measures"]["points, last"] for run in content["runs"]
