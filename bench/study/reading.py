@@ -294,10 +294,13 @@ def _measures(study: Study, configs: Mapping[str, Config]) -> tuple[dict[str, Me
 
 def _known_series(config: Config, measure: Measure) -> list[str] | None:
     """Return all series of the kind of a measure; None if they cannot be known before a run."""
+    has_main = not config.policies or "main" in config.policies
     if measure.opponent is not None:
-        has_games = config.run.eval_games > 0
+        has_games = config.run.eval_games > 0 and has_main
         return [series_of(measure.value, env.opponent, env.env_id) for env in config.eval_envs if has_games]
-    kind, _, _ = str(measure.metric).partition("/")
+    metric = str(measure.metric)
+    policy, _, rest = metric.partition("/")
+    kind = (rest if policy in config.policies else metric).partition("/")[0]
     if kind == EXPLOITER:
         opponents = config.league.fixed_opponents
         has_policy = [
@@ -307,17 +310,19 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
         return [f"{EXPLOITER}/{value}" for value in EXPLOITER_VALUES if has_one]
     if kind == LANGUAGE:
         return [f"{LANGUAGE}/{value}" for value in LANGUAGE_VALUES]
-    if kind in ("exploitability", "exploitability_legal", AVERAGE, STATE_DEPENDENCE):
-        env_ids = [env.env_id for env in exact_envs(config)[0]]
-        if kind == AVERAGE:  # defined only where each history has its own positions
-            env_ids = [env_id for env_id in env_ids if not flatten(env_id).shares_positions]
-        return [f"{kind}/{env_id}" for env_id in env_ids]
+    if kind in ("exploitability", "exploitability_legal"):
+        of_policies = [(f"{name}/" * bool(name), config.of_policy(name)) for name in config.shares]
+        return [f"{prefix}{kind}/{env.env_id}" for prefix, own in of_policies for env in exact_envs(own)[0]]
+    if kind in (AVERAGE, STATE_DEPENDENCE):  # of one policy, at all seats
+        envs = [env for env in exact_envs(config)[0] if getattr(env, "seats", None) is None and has_main]
+        # The average is defined only where each history has its own positions.
+        return [f"{kind}/{env.env_id}" for env in envs if kind != AVERAGE or not flatten(env.env_id).shares_positions]
     return None
 
 
 def _default_measures(config: Config) -> Iterator[tuple[str, Measure]]:
     for env in exact_envs(config)[0]:
-        metric = f"exploitability/{env.env_id}"
+        metric = f"{'main/' * bool(config.policies)}exploitability/{env.env_id}"
         yield f"{metric}, last", Measure(metric=metric)
         yield f"{metric}, worst of the last half", Measure(metric=metric, take="max", of="last-half")
         yield f"{metric}, mean", Measure(metric=metric, take="mean")

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.study.reading import TARGET, Arm, Checked, digest, target_of, warm_start_digest, with_targets
+from unstable_lite.adapters.frozen import update_of
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
-from unstable_lite.files import read_records, replaced
-from unstable_lite.orchestrator.checkpoint import newest_checkpoint
+from unstable_lite.files import replaced
+from unstable_lite.orchestrator.checkpoint import has_ended, newest_checkpoint
 from unstable_lite.sft.session import HOW
 from unstable_lite.tracking.run_directory import RUNS, to_toml
 from unstable_lite.types import BASE
@@ -104,13 +105,8 @@ def make_warm_start(checked: Checked, task: Task, say: Callable[[str], None]) ->
 def finished_directory(task: Task) -> Path | None:
     """Return the directory of the run if it has made all its updates and evaluations."""
     found = _resumable(task)
-    if found is None or found[1].name != f"ckpt-{task.config.run.learning_steps}":
-        return None
-    last = task.config.run.learning_steps
-    lines = [line for line in read_records(found[0] / "eval.jsonl") if line["step"] == last]
-    known = {(line["env_id"], line["opponent"]) for line in lines if line["label"] != "concurrent"}
-    is_whole = not task.config.run.eval_games or known.issuperset((e.env_id, e.opponent) for e in task.config.eval_envs)
-    return found[0] if is_whole else None
+    is_over = found is not None and has_ended(found[0], task.config, update_of(found[1]) or 0)
+    return found[0] if found is not None and is_over else None
 
 
 def run_all(

@@ -143,6 +143,10 @@ class GameScheduler:
         """Return whether a policy met another one less often than by its share among the policy's opponents."""
         return self._met[policy, other] < self._samplers[policy].share_of(other) * (self._met[policy, policy] + 1)
 
+    def _shares(self) -> dict[str, dict[str, float]]:
+        """Return the shares of the policies among each policy's opponents."""
+        return {name: {other: own.share_of(other) for other in self._samplers} for name, own in self._samplers.items()}
+
     def _draw(
         self, can_play: Callable[[ModelRef], bool], wanting: Sequence[str]
     ) -> tuple[str | None, TrainEnvSpec, list[ModelRef]]:
@@ -301,7 +305,7 @@ class GameScheduler:
             "rng": state_of(self._rng),
             "shares_rng": state_of(self._shares_rng),
             "steps_of": {kind: list(steps) for kind, steps in self._steps_of.items()},
-            **({"met": [[*pair, n] for pair, n in self._met.items()]} if self._met else {}),
+            **({"met": [[*pair, n] for pair, n in self._met.items()], "shares": self._shares()} if self._met else {}),
             **{
                 name: {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
                 for name, sampler in self._named_samplers.items()
@@ -311,7 +315,7 @@ class GameScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load a state; return a message for each sampler of another kind, which starts from scratch.
 
-        Games that were in flight are forgotten.
+        Games that were in flight are forgotten, and those of a policy that has other shares of opponents than it had.
         """
         self._games = Counter(msgspec.convert(state["games"], dict[str, int]))
         self._in_flight.clear()
@@ -319,7 +323,9 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
-        self._met = Counter({(policy, other): n for policy, other, n in state.get("met", ())})
+        had, shares = state.get("shares", {}), self._shares()
+        met = {(policy, other): n for policy, other, n in state.get("met", ()) if had.get(policy) == shares[policy]}
+        self._met = Counter(met)
         left_out = []
         for name, sampler in self._named_samplers.items():
             saved = state[name]

@@ -5,7 +5,7 @@ Owns when an alarm is on. Knows no runs, files or terminals, and does not perfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -215,6 +215,12 @@ class Alarms:
     def on(self) -> list[str]:
         """Return the names of the alarms that are on."""
         return [name for name, states in self._states.items() if any(s.since is not None for s in states.values())]
+
+    def forget(self, is_over: Callable[[str], bool]) -> None:
+        """End without a word what is on of subjects that are over, and begin to judge them again."""
+        for states in self._states.values():
+            for subject in filter(is_over, states):
+                states[subject] = _State(begun=states[subject].begun)
 
     def counts(self) -> dict[str, int]:
         """Return how often each alarm began, without those that are switched off."""

@@ -344,7 +344,7 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
         unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
         unfinished |= {policy["current"] for policy in checkpoint.state.get("policies", {}).values()}
         evaluated = {tuple(cell) for cell in checkpoint.state["evaluated"]}
-    if _has_ended(directory, config, updates):
+    if has_ended(directory, config, updates):
         raise UnstableError(f"{directory} already made its {updates} updates. To train further: run.learning_steps=N")
     # In mode `sync`, evaluations that the checkpoint does not contain are repeated: ratings and games depend on them.
     is_made_again = config.run.schedule == "sync" and is_evaluated(config.run, updates)
@@ -365,7 +365,7 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
     return checkpoint
 
 
-def _has_ended(directory: Path, config: Config, updates: int) -> bool:
+def has_ended(directory: Path, config: Config, updates: int) -> bool:
     """Return whether a run has made all its updates, and the evaluations after the last of them."""
     if updates != config.run.learning_steps or not config.run.eval_games:
         return updates >= config.run.learning_steps

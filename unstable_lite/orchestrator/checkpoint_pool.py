@@ -293,8 +293,8 @@ class TrainedPolicy:
     """Number of the present lineage; a restart begins the next one."""
     began: int = 0
     """Number of updates before this lineage."""
-    points: list[float] = field(default_factory=list)
-    """Points of the lineage in its newest games that count for a restart."""
+    results: list[tuple[int, float]] = field(default_factory=list)
+    """Deal and mean points of the lineage in each of its newest games that count for a restart."""
 
     @property
     def version(self) -> int:
@@ -317,12 +317,12 @@ class TrainedPolicy:
     def state(self) -> dict[str, Any]:
         """Return the policy's own part of a checkpoint, beside those of its parts."""
         numbers = {name: getattr(self, name) for name in ("updates", "skipped", "lineage", "began")}
-        return numbers | {"points": [*self.points], "current": self.registry.get_current_ckpt()}
+        return numbers | {"results": [*self.results], "current": self.registry.get_current_ckpt()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.updates, self.skipped = state["updates"], state.get("skipped", 0)
         self.lineage, self.began = state.get("lineage", 1), state.get("began", 0)
-        self.points.extend(state.get("points", ()))
+        self.results.extend((deal, points) for deal, points in state.get("results", ()))
 
     def make_room(self, policies: Iterable[TrainedPolicy]) -> None:
         """Let an opponent leave, one of its own if possible, if its next adapter would have to wait for a slot."""

@@ -107,7 +107,7 @@ class Evaluations:
         evaluation = summarise_evaluation(label, update, model, env.env_id, env.opponent, records)
         parts.tracker.add_evaluation(evaluation)
         self._say(evaluation)
-        parts.health.check_evaluation(evaluation)
+        parts.health.check_evaluation(evaluation, model.adapter_version or 0)
         return True
 
     def _say(self, evaluation: Evaluation) -> None:

@@ -149,16 +149,33 @@ class TrainingHealth(GameListener):
         detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"
         self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)], policy)
 
-    def check_evaluation(self, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games."""
-        self._judge([*self._compared(evaluation), *self._early_ends()])
+    def check_evaluation(self, evaluation: Evaluation, version: int) -> None:
+        """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games.
 
-    def forget(self, policy: str) -> None:
-        """Forget the earlier results of a policy that begins again."""
-        self._tracker.windows.of(policy).judged.clear()
+        version: the adapter's. That of a lineage which ended during the evaluation is not compared.
+        """
+        compared = self._compared(evaluation, version >= self._tracker.windows.of(evaluation.policy).first_version)
+        self._judge([*compared, *self._early_ends()])
+
+    def forget(self, policy: str, first_version: int) -> None:
+        """Forget the results of a policy before an adapter with which it begins again, and what alarms said of them."""
+        windows = self._tracker.windows.of(policy)
+        windows.judged.clear()
+        windows.first_version = first_version
+        shared = {
+            named(other, env.env_id)
+            for env in self._config.train_envs
+            if policy in (env.seats or ())
+            for other in env.seats or ()
+        }
+
+        def is_over(subject: str) -> bool:
+            return subject == policy or subject.startswith(f"{policy}: ") or subject in shared
+
         for memory in (self._contests, self._first_entropy, self._least_exploitable):
-            for subject in [subject for subject in memory if subject == policy or subject.startswith(f"{policy}: ")]:
+            for subject in [*filter(is_over, memory)]:
                 del memory[subject]
+        self._alarms.forget(is_over)
 
     async def run(self) -> None:
         """Check until cancelled that the steps that games play reach the learner."""
@@ -216,7 +233,8 @@ class TrainingHealth(GameListener):
             "decline": "declined: the newest training games, of several policies, are worse than earlier ones",
         }
         return [
-            f"{claim}: {subject}: {score_of(contest.newest)}, but {score_of(contest.best)}. {self._where(contest.best)}"
+            f"{claim}: {subject}: {score_of(contest.newest)}, but {score_of(contest.best)}. "
+            + self._where(subject, contest.best)
             for subject, contest in self._contests.items()
             for name, claim in claims.items()
             if self._alarms.is_on(name, subject) and contest.newest and contest.best
@@ -242,10 +260,10 @@ class TrainingHealth(GameListener):
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
             self._alarms.judge(self._update, self._compared(evaluation))
 
-    def _compared(self, evaluation: Evaluation) -> list[Reading]:
+    def _compared(self, evaluation: Evaluation, is_of_lineage: bool = True) -> list[Reading]:
         self._num_evaluations += 1
         subject = named(evaluation.policy, f"evaluation of {evaluation.env_id} against {evaluation.opponent}")
-        is_judged = evaluation.n > 1 and not is_policy(evaluation.opponent)  # which learns, too
+        is_judged = is_of_lineage and evaluation.n > 1 and not is_policy(evaluation.opponent)  # which learns, too
         return self._contests[subject].add("collapse", subject, evaluation) if is_judged else []
 
     def _judge(self, readings: Iterable[Reading], policy: str = "") -> None:
@@ -336,12 +354,13 @@ class TrainingHealth(GameListener):
             )
             yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail, policy=policy)
 
-    def _where(self, best: Evaluation) -> str:
+    def _where(self, subject: str, best: Evaluation) -> str:
         if best.step == 0:
             return "That is the policy from which training started."
         kept = by_update(self._directory / "adapters") | by_update(self._directory / "checkpoints")
         if best.step in kept:
-            return f"That is {kept[best.step] / best.policy}"
+            policy = subject.partition(": ")[0]
+            return f"That is {kept[best.step] / policy if policy in self._buffers else kept[best.step]}"
         nearest = min(kept, key=lambda update: abs(update - best.step), default=None)
         found = "no checkpoint was kept" if nearest is None else f"the nearest is {kept[nearest]}"
         return f"Update {best.step} itself has no checkpoint (run.checkpoint_every); {found}"

@@ -6,18 +6,20 @@ adapters continue; moments, schedules, averages and ratings begin again, and wai
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from unstable_lite.config.games import RestartConfig, evaluated_against
-from unstable_lite.league.opponents import kept_policies, policies_met
+from unstable_lite.league.opponents import draws_population, kept_policies, policies_met
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import GameListener
 from unstable_lite.tracking.evaluations import POINTS
-from unstable_lite.tracking.intervals import percent, percent_range, points_interval
+from unstable_lite.tracking.intervals import percent, percent_range, share_interval
 from unstable_lite.types import INITIAL, GameRecord, uid_of
 
 if TYPE_CHECKING:
@@ -35,20 +37,27 @@ class Lineages(GameListener):
         met = {name: policies_met(config.of_policy(name)) for name in self._rules}
         self._named = {name: {each.removesuffix("/past") for each in met[name]} for name in met}
         """Policies in the `opponents` of each policy with a rule."""
+        self._meeting_kept = {name for name in met if draws_population(config.of_policy(name))}
+        """Policies with a rule that have the population in their `opponents`."""
 
     def add_record(self, record: GameRecord) -> None:
         """Count the points of lineages in a training game."""
         if not self._rules or record.spec.kind != "train" or record.end == "void" or record.spec.start is not None:
             return
-        population = self._parts.registry.population
-        for agent in record.spec.agent_specs:
-            policy, rule = self._parts.policies.get(agent.model.policy), self._rules.get(agent.model.policy)
-            if policy is None or rule is None or not agent.collect_data or record.outcomes[agent.pid] == "na":
-                continue
-            others = [other.model for other in record.spec.agent_specs if other.pid != agent.pid]
-            is_met = any(one.policy in self._named[policy.name] or one.uid in population for one in others)
-            if is_met and (agent.model.adapter_version or 0) >= policy.buffer.first_version:
-                policy.points = [*policy.points, POINTS[record.outcomes[agent.pid]]][-rule.games :]
+        spec, population = record.spec, self._parts.registry.population
+        for name, rule in self._rules.items():
+            policy, kept = self._parts.policies[name], population if name in self._meeting_kept else ()
+            own = {one.pid: one.model for one in spec.agent_specs if one.collect_data and one.model.policy == name}
+            points = [POINTS[record.outcomes[pid]] for pid in own if record.outcomes[pid] != "na"]
+            others = [one.model for one in spec.agent_specs if one.pid not in own]
+            is_met = any(one.policy in self._named[name] or one.uid in kept for one in others)
+            if (
+                points
+                and is_met
+                and min(one.adapter_version or 0 for one in own.values()) >= policy.buffer.first_version
+            ):
+                deal = spec.game_idx if spec.group_idx is None else spec.group_idx
+                policy.results = [*policy.results, (deal, fmean(points))][-rule.games :]
 
     async def restart_if_due(self, policy: TrainedPolicy, update: int) -> None:
         """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update of the run.
@@ -61,6 +70,7 @@ class Lineages(GameListener):
             return
         version, last = policy.next_version, policy.registry.current.uid
         if is_kept := policy.name in kept_policies(parts.plan.config):
+            await policy.pool.settled()  # a checkpoint that begins next needs the copy
             await self._keep(last)
         seed = derive_seed(policy.config.run.seed, "lineage", policy.lineage)
         policy.make_room(parts.policies.values())
@@ -68,10 +78,10 @@ class Lineages(GameListener):
             digest = await policy.learner.write_adapter(version, parts.store, seed, self._start(rule))
         await parts.adapter_sync.sync(version, digest)
         policy.lineage, policy.began = policy.lineage + 1, policy.updates
-        policy.points.clear()
+        policy.results.clear()
         policy.buffer.begin_again(version, build_reward_transformations(policy.config.rewards))
         policy.pool.admit(uid_of(policy.name, f"{INITIAL}-{policy.lineage}"), version, policy.updates, inherit=False)
-        parts.health.forget(policy.name)
+        parts.health.forget(policy.name, version)
         parts.collector.tell_new_checkpoint()
         kept = f"{last} is kept as a player" if is_kept else f"{last} was its last checkpoint"
         parts.terminal.say(f"{policy.name} begins again, from {rule.start}, after {reason}; {kept}")
@@ -99,13 +109,16 @@ class Lineages(GameListener):
 
 def _reason(policy: TrainedPolicy, rule: RestartConfig) -> str | None:
     """Return why the present lineage ends now, if it does."""
-    updates, points = policy.updates - policy.began, policy.points
+    updates, results = policy.updates - policy.began, policy.results
     if rule.at_updates is not None and updates >= rule.at_updates:
         return f"{updates} updates"
-    if rule.at_points is None or len(points) < rule.games:
+    if rule.at_points is None or len(results) < rule.games:
         return None
-    low, high = points_interval(points.count(1.0), points.count(0.5), points.count(0.0))
+    deals = defaultdict[int, list[float]](list)
+    for deal, points in results:
+        deals[deal].append(points)
+    low, high = share_interval([*deals.values()])
     if low <= rule.at_points:
         return None
-    mean = sum(points) / len(points)
-    return f"{percent(mean)} of the points in {len(points)} games (95 %: {percent_range(low, high)})"
+    mean = fmean(points for _, points in results)
+    return f"{percent(mean)} of the points in {len(results)} games (95 %: {percent_range(low, high)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from unstable_lite.config import Config
@@ -82,7 +83,7 @@ def _policies_named(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def policy_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each policy that only itself plays."""
+    """Yield a warning for each policy that only itself plays, and for each rule that is not reached."""
     met = kept_policies(config) | {name.removesuffix("/past") for name in policies_met(config)}
     met |= {parse_player(env.fixed_opponent).rest for env in config.eval_envs if is_policy(env.fixed_opponent)}
     for seats in ({*(env.seats or ())} for env in config.train_envs):
@@ -92,4 +93,11 @@ def policy_warnings(config: Config) -> Iterator[str]:
             yield (
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or give it a seat"
+            )
+    for name, rule in ((name, policy.restart) for name, policy in config.policies.items()):
+        updates = math.ceil(config.shares[name] * config.run.learning_steps)
+        if rule is not None and rule.at_points is None and (rule.at_updates or 0) >= updates:
+            yield (
+                f"policies.{name}.restart.at_updates = {rule.at_updates}: the policy makes only {updates} updates, "
+                "so it does not begin again; lower at_updates, or set at_points"
             )

@@ -179,7 +179,7 @@ class InFlight:
         self._seats: Counter[str] = Counter()
         """Number of collecting seats in flight, by env id."""
         self._games: dict[int, _Game] = {}
-        self._ends: InOrder[tuple[_Game, int]] = InOrder()
+        self._ends: InOrder[tuple[_Game, int | None]] = InOrder()
         """Games that are over and their steps."""
         self._produced = 0
         self._lifetimes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -221,14 +221,19 @@ class InFlight:
         self._seats[spec.env_id] += seats
         self._means.setdefault(spec.env_id, float(spec.max_turns) / spec.num_players)
 
-    def end(self, game_idx: int, steps: int) -> int:
-        """Count a game's end and its steps; return its birth, for `arrive`."""
+    def end(self, game_idx: int, steps: int | None) -> int:
+        """Count a game's end and its steps; return its birth, for `arrive`.
+
+        steps: None for a game of which steps are dropped because their lineage has ended; it says nothing of others.
+        """
         game = self._games.pop(game_idx, None)
         if game is None:  # the buffer is used without a collector
             return self._produced
         self._seats[game.env_id] -= game.seats
-        self._produced += steps
+        self._produced += steps or 0
         for ended, brought in self._ends.end(game_idx, (game, steps)):
+            if brought is None:
+                continue
             self._ended[ended.env_id] += 1
             rate = max(2 / (self._ended[ended.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
             self._means[ended.env_id] += rate * (brought / max(ended.seats, 1) - self._means[ended.env_id])

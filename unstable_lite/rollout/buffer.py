@@ -232,6 +232,7 @@ class Buffer:
         trajectories = [one for one in own if (one.model.adapter_version or 0) >= self.first_version]
         ended = sum(len(one.steps) for one in own) - sum(len(one.steps) for one in trajectories)  # of ended lineages
         self.added, self.drained = self.added + ended, self.drained + ended
+        is_whole = len(trajectories) == len(own)
         turns = length_class(len(record.turns))
         for trajectory in trajectories:
             for step in trajectory.steps:
@@ -242,7 +243,8 @@ class Buffer:
             self.filtered += len(trajectories) - len(own)
             trajectories = own
         num_steps = sum(len(trajectory.steps) for trajectory in trajectories)
-        born = self.in_flight.end(record.spec.game_idx, num_steps) if self.in_flight is not None else 0
+        brought = num_steps if is_whole else None
+        born = self.in_flight.end(record.spec.game_idx, brought) if self.in_flight is not None else 0
         return trajectories, born, num_steps
 
     def _put(self, chunks: list[list[Step]]) -> None:
@@ -381,6 +383,10 @@ class StepBuffer(Buffer):
 
     def begin_again(self, first_version: int, transforms: Sequence[Any]) -> None:
         self._spread = Spread()
+        self.added, self.drained = self.added + self.steps_in_groups, self.drained + self.steps_in_groups
+        self.steps_in_groups = 0
+        for group in self._groups.values():
+            group.trajectories.clear()
         super().begin_again(first_version, transforms)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from unstable_lite.errors import OpponentError
-from unstable_lite.games.openspiel.game_tree import GameTree, Policy
+from unstable_lite.games.openspiel.game_tree import DecisionState, GameTree, Policy
 from unstable_lite.games.openspiel.prompts import read_action
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.rng import derive_seed
@@ -118,9 +118,9 @@ async def sample_policy(
     concurrency: int,
     lock_step: LockStep | None = None,
 ) -> SampledPolicy:
-    """Return the counts of `samples` answers, at least two, of seat 0's player in each decision state.
+    """Return the counts of `samples` answers, at least two, of the seat's player in each decision state.
 
-    Every answer is the first one of a new player, sampled as in training. spec: game that names the player; its number
+    Every answer is the first one of a new player, sampled as in training. spec: game that names the players; its number
     and those below it seed the answers of a run that repeats exactly. lock_step: receiver of the seats' requests in
     such a run. Raises the errors of `Player.act`, possibly in an ExceptionGroup.
     """
@@ -132,7 +132,7 @@ async def sample_policy(
         asked = tree.states[state]
         index = state * samples + number
         game = replace(spec, game_idx=spec.game_idx - index, seed=derive_seed(spec.seed, index), sampling=None)
-        reply = await _answer(seats, game, asked.observation)
+        reply = await _answer(seats, game, asked)
         counted.add(state, number % 2, read_action(reply.action[:MAX_ACTION_CHARS], asked.actions))
 
     if lock_step is None:
@@ -143,12 +143,12 @@ async def sample_policy(
     return counted
 
 
-async def _answer(seats: PlayerFactory, spec: GameSpec, observation: str, tries: int = TRIES) -> Reply:
-    player = seats.players(spec)[0]
+async def _answer(seats: PlayerFactory, spec: GameSpec, asked: DecisionState, tries: int = TRIES) -> Reply:
+    player = seats.players(spec)[asked.seat]
     try:
         await seats.wait_for_opponents(spec)
-        return await player.act(observation)
+        return await player.act(asked.observation)
     except OpponentError:
         if tries == 1:
             raise
-        return await _answer(seats, spec, observation, tries - 1)
+        return await _answer(seats, spec, asked, tries - 1)

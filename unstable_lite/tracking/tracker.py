@@ -27,7 +27,7 @@ from unstable_lite.rollout.back_pressure import InOrder
 from unstable_lite.tracking.displayed_metrics import Totals, of_policy
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.records import LeagueLog, TrainDataFiles, record_to_json, transcript
-from unstable_lite.tracking.windows import Collected, GameWindows, collect, evaluated, judged_by_alarms
+from unstable_lite.tracking.windows import Collected, GameWindows, Judged, collect, evaluated, judged_by_alarms
 from unstable_lite.types import Batch, GameRecord, GameSpec, Histogram, Logprobs, policy_of, uid_of
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Tracker:
         self._league_log = LeagueLog(run_directory / "league.jsonl")
         self._train_data = TrainDataFiles(run_directory / "train_data")
         self.windows = GameWindows()
-        self._ended = InOrder[tuple[list[Collected], list[tuple[str, str, str, Any]]]]()
+        self._ended = InOrder[tuple[list[Collected], list[Judged]]]()
         """Entries of training games for the windows, released in the order of the game numbers."""
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
@@ -299,9 +299,10 @@ class Tracker:
             with self.failures.survived("league.jsonl"):
                 self._league_log.log(step, self.registry)
 
-    def _judge(self, entries: Iterable[tuple[str, str, str, Any]]) -> None:
-        for policy, kind, games, value in entries:
-            self.windows.of(policy).judged[kind, games].append(value)
+    def _judge(self, entries: Iterable[Judged]) -> None:
+        for policy, version, kind, games, value in entries:
+            if version >= (windows := self.windows.of(policy)).first_version:
+                windows.judged[kind, games].append(value)
 
 
 def _opponent(spec: GameSpec) -> str:

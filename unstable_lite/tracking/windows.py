@@ -26,6 +26,7 @@ Entries = dict[tuple[str, str], list[float]]
 """Values by sample size (`n`, `n (turns)`, …) and metric name."""
 
 
+Judged = tuple[str, int, str, str, Any]
 SCORED, VALID, ENDED = "points", "without an own invalid move", "reasons"
 """Kinds of windows that alarms judge: points in games against one fixed opponent, and of whole games by env."""
 
@@ -41,6 +42,8 @@ class GameWindows:
         """Windows of the policies with a name."""
         self.judged: dict[tuple[str, str], deque[Any]] = defaultdict(lambda: deque(maxlen=WINDOW))
         """Newest values by kind and games; those of kind `ENDED` are pairs, see `judged_by_alarms`."""
+        self.first_version = 0
+        """First adapter of the policy's lineage. Games of earlier ones are not judged."""
         self._windows: dict[tuple[str, str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._games_of: Counter[str] = Counter()
         self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
@@ -78,12 +81,14 @@ class GameWindows:
         diversity = {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()}
         policies = {policy: windows_of.state_dict() for policy, windows_of in self.policies.items()}
         state = {"windows": windows, "games_of": dict(self._games_of), "judged": judged, "diversity": diversity}
-        return state | ({"policies": policies} if policies else {})
+        begun = {"first_version": self.first_version} if self.first_version else {}
+        return state | begun | ({"policies": policies} if policies else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, count, name, values in state["windows"]:
             self._windows[group, count, name].extend(values)
         self._games_of = Counter(state["games_of"])
+        self.first_version = state.get("first_version", 0)
         for kind, games, values in state.get("judged", ()):
             self.judged[kind, games].extend(values)
         for env_id, diversity in state["diversity"].items():
@@ -92,31 +97,31 @@ class GameWindows:
             self.of(policy).load_state_dict(of_one)
 
 
-def judged_by_alarms(record: GameRecord) -> Iterator[tuple[str, str, str, Any]]:
-    """Yield policy, kind of window, games, and the value of a finished game.
+def judged_by_alarms(record: GameRecord) -> Iterator[Judged]:
+    """Yield policy, its adapter, kind of window, games, and the value of a finished game.
 
     Games against another policy give no points. The end, which counts for the run, has the reason (empty for a stop),
     and the fewest tokens of an answer that was cut off, if one was.
     """
     spec = record.spec
     cut = [len(t.generation.completion_ids) for t in record.turns if t.is_cut_off and t.generation is not None]
-    yield "", ENDED, spec.env_id, ["" if record.reason == BUDGET_SPENT else record.reason, min(cut, default=None)]
+    yield "", 0, ENDED, spec.env_id, ["" if record.reason == BUDGET_SPENT else record.reason, min(cut, default=None)]
     if record.end == "void" or spec.eval_label is not None or spec.start is not None:
         return
     is_training = spec.kind == "train"
     trained = (a for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None))
-    own = {a.pid: a.model.policy for a in trained}
+    own = {a.pid: (a.model.policy, a.model.adapter_version or 0) for a in trained}
     others = {a.model.name for a in spec.agent_specs if a.pid not in own}
     opponent = others.pop() if len(others) == 1 else None
     if is_training:
-        for policy in dict.fromkeys(own.values()) or ("",):
-            yield policy, VALID, spec.env_id, float(policy not in map(own.get, record.invalid_pids))
+        for of_seats in dict.fromkeys(own.values()) or (("", 0),):
+            yield *of_seats, VALID, spec.env_id, float(of_seats not in map(own.get, record.invalid_pids))
     if opponent is None or is_policy(opponent):
         return
-    for pid, policy in own.items():
+    for pid, of_seat in own.items():
         if record.outcomes[pid] != "na":
             games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against "
-            yield policy, SCORED, games + opponent_shown(opponent, spec.sampling), POINTS[record.outcomes[pid]]
+            yield *of_seat, SCORED, games + opponent_shown(opponent, spec.sampling), POINTS[record.outcomes[pid]]
 
 
 @dataclass(slots=True)

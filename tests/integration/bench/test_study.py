@@ -309,6 +309,24 @@ def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Pat
         read_study(write_study(tmp_path, base=base, measures=measures, primary="average"))
 
 
+def test_measures_of_a_run_of_roles_are_those_of_a_policy(tmp_path: Path) -> None:
+    kuhn = "openspiel:kuhn_poker"
+    env = {"env_id": kuhn, "num_players": 2, "seats": ["main", "second"], "prompt_template": "tiny"}
+    base = EXACT | {"policies": {"main": {}, "second": {}}, "train_envs": [env]}
+
+    def measures_of(*metrics: str) -> list[str | None]:
+        measures = {metric: {"metric": metric} for metric in metrics}
+        first = metrics[0] if metrics else f"main/exploitability/{kuhn}, last"
+        checked = read_study(write_study(tmp_path, base=base, measures=measures, primary=first))
+        return [measure.metric for measure in checked.study.measures.values()]
+
+    found = [f"main/exploitability/{kuhn}", f"second/exploitability_legal/{kuhn}"]
+    assert measures_of(*found) == found and set(measures_of()) == {f"main/exploitability/{kuhn}"}
+    for metric in (f"exploitability/{kuhn}", f"state_dependence/{kuhn}", f"exploitability_average/{kuhn}"):
+        with pytest.raises(ConfigError, match=f"arm 'one' has no {metric}"):
+            measures_of(metric)
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_shipped_study_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem == "smollm2":

@@ -1,5 +1,6 @@
 """Study files, measures, aggregates and pages, by hand-made runs. No process is started."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -14,9 +15,10 @@ import pytest
 from bench.study.page import note_of, number, to_html, to_markdown, to_plots
 from bench.study.reading import Checked, Measure, digest, merged, read_study
 from bench.study.results import Results, read_results, record_run, remarks, value_of, write_results
-from bench.study.running import task_of
+from bench.study.running import finished_directory, task_of
 from bench.study.statistics import interquartile_mean, interval, summarise
 from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import to_toml
 
 ENV = "Nim-v0-train"
@@ -131,6 +133,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         changed(measures={"points, last": {"opponent": "scripted:optimal"}}),
         "measures.points, last: arm 'one' has no points against scripted:optimal",
     ),
+    "points of no main policy": (
+        changed(base=BASE | {"policies": {"first": {"opponents": "mirror"}}}),
+        "measures.points, last: arm 'one' has no points against scripted:random",
+    ),
 }
 
 
@@ -163,6 +169,18 @@ def test_interquartile_means_have_the_intervals_of_all_resamples():
         assert abs(np.mean(every <= edge) - share) < 0.02
     assert interval([0.0, 1.0]) == (0.0, 1.0)
     assert interval([1.0]) is None and interval([]) is None
+
+
+async def test_run_is_over_only_after_the_evaluations_of_every_policy(tmp_path):
+    policies = {"second": {"opponents": "policy:main"}, "main": {"opponents": "mirror"}}
+    checked = read(tmp_path, changed(base=BASE | {"policies": policies}))
+    task, run = task_of(checked, checked.study.arms[0], 1, tmp_path), make_run(checked, 0, 1, tmp_path, points=0.5)
+    await save_checkpoint(run / "checkpoints", 4, {}, [], lambda _: asyncio.sleep(0))
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    for models, is_over in ((["second/ckpt-2"], False), (["second/ckpt-2", "main/ckpt-2"], True)):
+        written = [line | {"model": model} for line in lines for model in models]
+        (run / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+        assert finished_directory(task) == (run if is_over else None)
 
 
 def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path):

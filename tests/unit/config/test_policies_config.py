@@ -222,6 +222,14 @@ def test_check_says_how_many_updates_a_policy_has_if_its_schedule_spans_a_lineag
     assert texts[1].startswith("exploiter: 50% of the updates, about 100;")
 
 
+@pytest.mark.parametrize(("rule", "is_reached"), [({"at_updates": 99}, True), ({"at_updates": 100}, False)])
+def test_check_warns_of_a_restart_that_the_policy_does_not_reach(rule, is_reached):
+    policies = {"exploiter": {"opponents": "policy:main", "share": 0.5, "restart": rule}}
+    texts = [text for name, text in make_plan(config_of(policies=policies)).describe() if name == "warning"]
+    said = "policies.exploiter.restart.at_updates = 100: the policy makes only 100 updates"
+    assert any(text.startswith(said) for text in texts) != is_reached
+
+
 def test_check_predicts_games_and_slots_of_all_policies():
     config = config_of(learner={"batch_size": 64}, engine={"max_loras": 8})
     slots = {own.engine.max_loras for own in policy_configs(config).values()}

@@ -30,7 +30,10 @@ class Watched:
     def __init__(self, directory: Path, **alarms: Any) -> None:
         self.config = Config.model_validate(
             {
-                "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 1}],
+                "train_envs": [
+                    {"env_id": "E", "num_players": 2, "num_actors": 1},
+                    {"env_id": "openspiel:kuhn_poker", "num_players": 2, "seats": ["main", "exploiter"]},
+                ],
                 "policies": {"main": {}, "exploiter": {}},
                 "learner": {"batch_size": 2},
                 "alarms": alarms,
@@ -147,7 +150,7 @@ def test_a_collapse_is_judged_by_policy_and_not_against_one_that_learns(watched)
     def evaluate(model: str, wins: int, step: int, opponent: str) -> None:
         one = replace(evaluation(wins, step=step), model=model, opponent=opponent)
         watched.tracker.evaluations.append(one)
-        watched.health.check_evaluation(one)
+        watched.health.check_evaluation(one, 0)
 
     for opponent in ("scripted:random", "policy:exploiter", "policy:exploiter/past"):
         evaluate("main/ckpt-4", 390, 10, opponent)
@@ -192,16 +195,36 @@ def test_skipped_batches_are_counted_by_policy(watched):
 
 
 def test_new_lineage_is_not_compared_with_the_games_of_the_one_before(watched):
-    def play(count: int, loser: bool = False) -> None:
+    def play(count: int, model: ModelRef, loser: bool = False) -> None:
         for number in range(count):
-            models = (RANDOM, EXPLOITER) if loser or number % 8 == 0 else (EXPLOITER, RANDOM)
+            models = (RANDOM, model) if loser or number % 8 == 0 else (model, RANDOM)
             watched.play(1, game(*models))
 
     for update in range(1, 21):
-        play(40)
+        play(40, EXPLOITER)
         watched.health.check_update(update, WELL, "exploiter")
-    watched.health.forget("exploiter")
+    watched.health.forget("exploiter", 2)
+    play(200, EXPLOITER)  # in flight when the lineage ended
     for update in range(21, 41):
-        play(40, loser=True)
+        play(40, ModelRef(uid="exploiter/initial-2", kind="checkpoint", adapter_version=2), loser=True)
         watched.health.check_update(update, WELL, "exploiter")
     assert not [alarm for alarm in watched.alarms if "decline" in alarm]
+
+
+def test_new_lineage_has_no_alarm_of_the_one_before_and_is_not_compared_with_its_late_evaluation(watched):
+    def evaluate(wins: int, version: int) -> None:
+        one = replace(evaluation(wins, step=version), model="exploiter/ckpt-1", opponent="scripted:random")
+        watched.tracker.evaluations.append(one)
+        watched.health.check_evaluation(one, version)
+
+    found = {"exploitability/openspiel:kuhn_poker": 0.1}
+    watched.health.check_exploitability(found, "main")
+    evaluate(390, 1)
+    evaluate(20, 1)
+    assert "on: collapse" in watched.health.status() and watched.health.collapsed()
+    watched.health.forget("exploiter", 2)
+    evaluate(390, 1)
+    evaluate(20, 2)
+    watched.health.check_exploitability({name: 0.8 for name in found}, "main")  # of both seats
+    assert "on:" not in watched.health.status() and not watched.health.collapsed()
+    assert len(watched.alarms) == 1

@@ -1,6 +1,5 @@
 """Rules by which a policy begins again."""
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,10 @@ from unstable_lite.orchestrator.lineages import Lineages, _reason
 from unstable_lite.types import ModelRef
 
 
-def policy_of(points: list[float] = (), updates: int = 10, began: int = 4) -> Any:  # type: ignore[assignment]
-    return SimpleNamespace(points=deque(points), updates=updates, began=began)
+def policy_of(points: list[float] = (), updates: int = 10, began: int = 4, group: int = 1) -> Any:  # type: ignore[assignment]
+    """Return a policy with these results, each `group` of them of one deal."""
+    results = [(number // group, each) for number, each in enumerate(points)]
+    return SimpleNamespace(results=results, updates=updates, began=began)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,12 @@ def test_lineage_ends_after_its_updates_or_if_its_points_are_surely_high(rule, p
     assert found == reason if reason is None else found.startswith(reason)
 
 
+def test_games_of_one_deal_are_not_counted_as_independent_ones():
+    rule, points = RestartConfig(at_points=0.6, games=96), [1.0] * 72 + [0.0] * 24
+    assert _reason(policy_of(points), rule) is not None
+    assert _reason(policy_of(points, group=8), rule) is None
+
+
 ENV = {"env_id": "E", "num_players": 2, "num_actors": 1}
 
 
@@ -46,14 +53,14 @@ def checkpoint(uid: str, version: int) -> ModelRef:
 
 def test_points_are_those_of_whole_games_of_this_lineage_against_named_policies_and_kept_players():
     rule = {"from": "base", "at_points": 0.7, "games": 20}
-    policies = {
+    policies: dict[str, Any] = {
         "main": {"opponents": {"policy:exploiter": 1.0, "mirror": 1.0}},
         "exploiter": {"opponents": {"policy:main/past": 1.0, "population": 1.0}, "restart": rule},
         "third": {"opponents": "mirror"},
     }
     config = Config.model_validate({"policies": policies, "train_envs": [ENV]})
     trained = {
-        name: SimpleNamespace(name=name, points=deque(), buffer=SimpleNamespace(first_version=5)) for name in policies
+        name: SimpleNamespace(name=name, results=[], buffer=SimpleNamespace(first_version=5)) for name in policies
     }
     registry = SimpleNamespace(population={"third/ckpt-1": None})
     parts: Any = SimpleNamespace(plan=SimpleNamespace(config=config), policies=trained, registry=registry)
@@ -62,9 +69,9 @@ def test_points_are_those_of_whole_games_of_this_lineage_against_named_policies_
     random_player = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
     def play(*models: ModelRef, rewards=(1.0, -1.0), trained=(0,), kind="train", **changes: Any) -> list[float]:
-        trained_before = [*parts.policies["exploiter"].points]
+        num_before = len(parts.policies["exploiter"].results)
         lineages.add_record(make_record(make_spec(*models, trained=trained, kind=kind), *rewards, **changes))
-        return [*parts.policies["exploiter"].points][len(trained_before) :]
+        return [points for _, points in parts.policies["exploiter"].results[num_before:]]
 
     assert play(own, main) == [1.0]
     assert play(main, own, trained=(0, 1)) == [0.0]
@@ -74,5 +81,13 @@ def test_points_are_those_of_whole_games_of_this_lineage_against_named_policies_
     assert not play(own, main, end="void") and not play(own, main, kind="eval") and not play(own, main, trained=())
     for _ in range(30):
         play(own, main)
-    assert [*parts.policies["exploiter"].points] == [1.0] * 20, "the newest games"
-    assert not parts.policies["main"].points and not parts.policies["third"].points
+    assert [points for _, points in parts.policies["exploiter"].results] == [1.0] * 20, "the newest games"
+    assert not parts.policies["main"].results and not parts.policies["third"].results
+
+    parts.policies["exploiter"].results = []
+    two_seats = play(own, main, own, trained=(0, 2), rewards=(1.0, -1.0, -1.0))
+    assert two_seats == [0.5], "one result for a game of two seats"
+    policies["exploiter"]["opponents"] = "policy:main"
+    parts.plan.config = Config.model_validate({"policies": policies, "train_envs": [ENV]})
+    lineages = Lineages(parts)
+    assert play(own, main) == [1.0] and not play(own, kept), "its opponents do not name the population"

@@ -19,6 +19,7 @@ from unstable_lite.reward_transformations import (
     RewardForFormat,
     RoleAdvantageFormatter,
 )
+from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.rollout.buffer import EpisodeBuffer, StepBuffer
 from unstable_lite.types import ModelRef
 
@@ -76,9 +77,13 @@ async def test_new_lineage_learns_from_no_step_and_no_average_of_the_one_before(
         return make_record(make_spec(model(version), trained=[0]), 1.0, trajectories=[trajectory])
 
     buffer = buffer_class(10, RoleAdvantageFormatter(role_adv=0.5), policy="main")
+    in_flight = buffer.in_flight = InFlight(4, 4, None, {game(1).spec.env_id: 10.0})
     buffer.add_game(game(1))
+    in_flight.begin(game(4).spec, "main")
     buffer.begin_again(5, (RoleAdvantageFormatter(role_adv=0.0), None, None))
     buffer.add_game(game(4))  # it was in flight
+    in_flight.begin(game(5).spec, "main")
+    assert in_flight.steps == 10.0, "no mean of steps that are dropped"
     assert (buffer.size(), buffer.drained, buffer.dropped_stale) == (0, 4, 0)
     resumed = buffer_class(10, RoleAdvantageFormatter(), policy="main")
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))

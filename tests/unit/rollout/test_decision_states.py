@@ -74,6 +74,19 @@ async def test_each_half_of_each_state_has_its_answers(samples: int) -> None:
         assert counts.sum(1).tolist() == [(samples + 1) // 2, samples // 2]
 
 
+async def test_each_state_is_answered_by_the_policy_at_its_seat() -> None:
+    asked: Counter[int] = Counter()
+
+    async def generate(_prompt: str, version: int, *_: Any, **_options: Any) -> Generation:
+        asked[version] += 1
+        return make_generation([])
+
+    seats = [ModelRef(uid=f"{name}/ckpt-{n}", kind="checkpoint", adapter_version=n) for n, name in enumerate("ab", 1)]
+    env = EvalEnvSpec(env_id=KUHN, num_players=2, prompt_template="tiny")
+    await sample_policy(PlayerFactory(generate), new_game(env, seats, -1, "eval", seed=0), TREE, 2, 5)
+    assert asked == Counter(state.seat + 1 for state in TREE.states for _ in range(2))
+
+
 async def test_scripted_player_is_asked_as_a_new_player_each_time() -> None:
     model = ModelRef(uid="fixed-scripted:cfr", kind="fixed", name="scripted:cfr")
     found = await sample_policy(PlayerFactory(None), game_of(model), TREE, 400, 64)  # type: ignore[arg-type]

@@ -114,6 +114,20 @@ async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_ou
     assert buffer.group_counts == {"whole": 2, "without_spread": buffer.group_counts["without_spread"], "of_one": 1}
 
 
+async def test_group_that_waits_when_a_lineage_ends_brings_none_of_its_steps():
+    of = config(4)
+    buffer, records = buffer_of(of), await play(scheduler_of(of), 1)
+    for record in records[:2]:
+        buffer.add_game(record)
+    waiting = buffer.steps_in_groups
+    buffer.begin_again(1 << 20, build_reward_transformations(of.rewards))
+    for record in records[2:]:
+        buffer.add_game(record)
+    steps = sum(len(trajectory.steps) for record in records for trajectory in record.trajectories)
+    assert 0 < waiting < steps
+    assert (buffer.size(), buffer.steps_in_groups, buffer.drained, buffer.added) == (0, 0, steps, steps)
+
+
 async def test_equal_results_at_each_seat_give_advantage_zero():
     """A policy that always loses learns nothing, although its losses at both seats do not cancel."""
     of = config(2)

@@ -1,6 +1,7 @@
 """Several policies that learn from games with each other: whose steps each batch has, and that none waits for ever."""
 
 import asyncio
+import json
 import math
 import random
 from collections import Counter
@@ -17,6 +18,7 @@ from unstable_lite.adapters.table import IDS_OF_POLICY, AdapterTable, number_of_
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.wiring import RunParts, make_scheduler
@@ -149,6 +151,24 @@ async def test_each_policy_meets_its_opponents_by_its_own_shares_and_both_learn_
     assert n > 200 and both > 20
     for name, share in (("mirror", 0.5), ("exploiter", 0.3), ("fixed", 0.2)):
         assert abs(of_main[name] / n - share) < 4 * math.sqrt(share * (1 - share) / n), of_main
+
+
+def test_run_that_resumes_with_other_shares_plays_these_at_once():
+    def scheduler_of(share: float) -> GameScheduler:
+        mixture = {"mirror": 1 - share, "policy:exploiter": share}
+        return World(plan_of({"main": {"opponents": mixture}, "exploiter": {"opponents": "mirror"}})).parts.scheduler
+
+    def share_met(scheduler: GameScheduler, num_games: int) -> float:
+        games = [scheduler.next_train_job(wanting=["main"]) for _ in range(num_games)]
+        return sum(agent.model.policy == "exploiter" for game in games for agent in game.agent_specs) / num_games
+
+    first, same, changed = scheduler_of(0.6), scheduler_of(0.6), scheduler_of(0.2)
+    assert 0.55 < share_met(first, 1000) < 0.65
+    state = json.loads(json.dumps(first.state_dict()))
+    for scheduler in (same, changed):
+        scheduler.load_state_dict(state)
+    assert same.state_dict()["met"] == state["met"]
+    assert 0.15 < share_met(changed, 400) < 0.25
 
 
 async def test_full_policy_does_not_stop_the_other():
