@@ -14,24 +14,15 @@ most of the work is prompts); and prompts of 400 tokens with answers of 8, all d
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from bench.engine import (
-    ABSENT,
-    RANK,
-    make,
-    measure_worker,
-    side_name,
-    told_by,
-)
-from bench.harness import Options, Questioner, Report, Row, Subjects, Target, alternate, cores
+from bench.engine import ABSENT, MODULE, RANK, side_name, told_by
+from bench.harness import Options, Report, Row, Subjects, Target, alternate, cores
+from bench.peers import HAS_VLLM
 
-MODULE, PEER = "bench.embedded", "bench.peers.offline_llm"
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+PEER = "bench.peers.offline_llm"
 EMBEDDED, ONE_THREAD, TWO_WORKERS, VLLM, VLLM_LORA = (
     "embedded",
     "embedded with one thread",
@@ -69,13 +60,13 @@ def run(options: Options) -> Report:
         arguments: dict[str, Any] = {"directory": directory, "seed": options.seed, "threads": threads, "device": "cpu"}
         arguments["eager"] = options.small
         subjects.start(MODULE, kind="make", **arguments).close()
-        embedded = subjects.start(MODULE, kind=EMBEDDED, **arguments)
+        embedded = subjects.start(MODULE, kind="transformers", **arguments)
         report.sizes["dtype"] = arguments["dtype"] = embedded.info["dtype"]
         started = {
             EMBEDDED: embedded,
-            ONE_THREAD: subjects.start(MODULE, kind=EMBEDDED, **{**arguments, "threads": 1}),
+            ONE_THREAD: subjects.start(MODULE, kind="transformers", **{**arguments, "threads": 1}),
             TWO_WORKERS: subjects.start(
-                MODULE, kind=EMBEDDED, workers=2, **{**arguments, "threads": max(1, threads // 2)}
+                MODULE, kind="transformers", workers=2, **{**arguments, "threads": max(1, threads // 2)}
             ),
         }
         if HAS_VLLM:
@@ -129,15 +120,3 @@ def _add_ratios(report: Report, name: str, unit: str, rows: dict[tuple[str, int]
 
 def _row(report: Report, name: str) -> Row:
     return next(row for row in report.rows if row.name == name)
-
-
-# --------------------------------------------------------------------------------------- subjects
-
-
-if __name__ == "__main__":
-    questioner = Questioner()
-    if questioner.arguments["kind"] == "make":
-        make(questioner.arguments)
-        questioner.answer({})
-    else:
-        asyncio.run(measure_worker(questioner, "transformers"))

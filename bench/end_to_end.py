@@ -158,8 +158,7 @@ def game_config(is_small: bool) -> Config:
 def _train(side: str, config: Config, seed: int, sizes: Sizes, evaluator: Subject) -> Trained:
     with tempfile.TemporaryDirectory() as output, Subjects() as subjects:
         changes = {"seed": seed, "output_dir": Path(output)}
-        league = config.league.model_copy(update={"keep_every": sizes.every})
-        own = config.model_copy(update={"run": config.run.model_copy(update=changes), "league": league})
+        own = config.changed(run=changes, league={"keep_every": sizes.every})
         module = MODULE if side == OURS else "bench.peers.reference_run"
         started = time.perf_counter()
         subject = subjects.start(

@@ -206,13 +206,9 @@ def config_of(directory: Path, algorithm: str = "reinforce", learner: Mapping[st
 
 def _decided(config: Config, device: str) -> Config:
     """Return the config with checkpointing decided as for a run. A GPU is shared with the processes of both peers."""
-    learner = config.learner.model_copy(update={"gpu_memory_utilization": 0.5})
-    placed = Placement(
-        config=config.model_copy(update={"learner": learner}),
-        engine_devices=(),
-        learner_devices=("cpu" if device == "cpu" else 0,),
-    )
-    return config.model_copy(update={"learner": placed.decide_checkpointing()[0]})
+    roomy, devices = config.changed(learner={"gpu_memory_utilization": 0.5}), ("cpu" if device == "cpu" else 0,)
+    placed = Placement(config=roomy, engine_devices=(), learner_devices=devices)
+    return config.changed(learner=placed.decide_checkpointing()[0])
 
 
 def make(arguments: dict[str, Any]) -> None:
@@ -260,20 +256,9 @@ def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
     items = []
     for index, advantage in enumerate(columns["advantages"]):
         prompt_ids, completion_ids = columns[f"prompt{index}"], columns[f"completion{index}"]
-        item = _item(prompt_ids, completion_ids, float(advantage), index)
+        item = replace(batching.unsampled(prompt_ids, completion_ids), reward=float(advantage), trajectory=index)
         items.append(replace(item, logprobs=policy.score([item])[0].adapter))
     return items
-
-
-def _item(prompt_ids: TokenIds, completion_ids: TokenIds, reward: float = 1.0, trajectory: int = 0) -> TrainItem:
-    return TrainItem(
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=np.zeros(len(completion_ids), np.float32),
-        reward=reward,
-        adapter_version=0,
-        trajectory=trajectory,
-    )
 
 
 def _as_text(tokenizer: Any, item: TrainItem) -> reference_update.TextStep:
@@ -371,7 +356,9 @@ def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update,
 
     def counted(num_tokens: int) -> int:
         half = np.resize(some_ids, num_tokens // 2)
-        return models.peak_bytes(lambda: update([_item(half, half)]), arguments["device"])
+        return models.peak_bytes(
+            lambda: update([replace(batching.unsampled(half, half), reward=1.0)]), arguments["device"]
+        )
 
     config = config_of(Path(arguments["directory"]))
     shape = memory.shape_of(config.model_name)

@@ -23,27 +23,10 @@ END = "<|im_end|>"
 
 
 def make_tiny(directory: Path, seed: int) -> Path:
-    """Make a model with the shape and tokenizer of `builtin:tiny`, or one of its size if that is missing."""
+    """Make a model with the shape and tokenizer of `builtin:tiny`."""
     builtin = BUILTIN["builtin:tiny"]
-    if (builtin / "config.json").is_file():
-        shutil.copytree(builtin, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
-        shape = Qwen3Config.from_pretrained(builtin)
-    else:
-        shape = Qwen3Config(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            eos_token_id=256,
-            pad_token_id=256,
-        )
-        _byte_tokenizer(shape.vocab_size).save_pretrained(directory)
-    return _save_random(shape, directory, seed)
+    shutil.copytree(builtin, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    return _save_random(Qwen3Config.from_pretrained(builtin), directory, seed)
 
 
 QWEN3_VOCABULARY = 151_936

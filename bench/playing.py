@@ -69,7 +69,15 @@ async def playing(config: Config, pool: EnginePool, num_games: int, adapters: in
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         registry = ModelRegistry()
         for version in range(1, adapters + 1):
-            await add_checkpoint(version, store, table, pool, registry)
+            # An adapter without weights, which scripted engines load, is a checkpoint.
+            store.path(version).mkdir()
+            (store.path(version) / "adapter_config.json").write_text("{}")
+            table.add(version, Origin("update", str(version)), digest="")
+            table.load(version)
+            await pool.load_adapter(version, store.path(version))
+            table.check(version)
+            table.offer(version)
+            registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)
         opponents = build_model_sampler(config, registry, random.Random(config.run.seed))
         scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
         transforms = build_reward_transformations(config.rewards)
@@ -100,17 +108,3 @@ async def playing(config: Config, pool: EnginePool, num_games: int, adapters: in
         finally:
             tracker.close()
             store.close()
-
-
-async def add_checkpoint(
-    version: int, store: AdapterStore, table: AdapterTable, pool: EnginePool, registry: ModelRegistry
-) -> None:
-    """Load an adapter without weights on scripted engines, and offer it as a checkpoint."""
-    store.path(version).mkdir()
-    (store.path(version) / "adapter_config.json").write_text("{}")
-    table.add(version, Origin("update", str(version)), digest="")
-    table.load(version)
-    await pool.load_adapter(version, store.path(version))
-    table.check(version)
-    table.offer(version)
-    registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)

@@ -153,17 +153,17 @@ def to_line(record: Mapping[str, Any] | msgspec.Struct) -> bytes:
     try:
         return _ENCODER.encode(record) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which an API's JSON may hold, has no UTF-8: write a question mark
-        plain = msgspec.to_builtins(record, enc_hook=_plain)
-        written = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
+        builtins = msgspec.to_builtins(record, enc_hook=plain)
+        written = json.dumps(builtins, ensure_ascii=False).encode("utf-8", "replace")
         return _ENCODER.encode(json.loads(written)) + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a numpy number as Python's, and any other value without JSON form (a reward transform's notes) as text."""
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)  # takes a seventh of the time of `json`
+_ENCODER = msgspec.json.Encoder(enc_hook=plain)  # takes a seventh of the time of `json`
 
 
 @contextlib.contextmanager

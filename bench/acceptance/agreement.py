@@ -50,10 +50,7 @@ def agree(options: Options, _out: Path) -> Report:
         make({"directory": name, "seed": options.seed, "device": device})
         config = config_of(directory, kind, device)
         if device == "cpu":  # a CPU may have bfloat16, which "auto" would choose
-            parts = {
-                part: getattr(config, part).model_copy(update={"dtype": "float32"}) for part in ("engine", "learner")
-            }
-            config = config.model_copy(update=parts)
+            config = config.changed(engine={"dtype": "float32"}, learner={"dtype": "float32"})
         generations = asyncio.run(_generations(config, directory, options, **sampled))
         errors, distances = _compare(config, directory, generations, device)
     mean_limit, high_limit = LIMITS[device]

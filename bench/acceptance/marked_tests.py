@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,14 +16,6 @@ FOLDERS = {
     "tests-engine": ("tests/integration/engines", "tests/integration/runs", "tests/unit/engines"),
 }
 """Folders of tests by stage. The tests of benches are left out, because benches are stages themselves."""
-
-
-def learner(options: Options, out: Path) -> Report:
-    return _tested("tests-learner", options, out)
-
-
-def engine(options: Options, out: Path) -> Report:
-    return _tested("tests-engine", options, out)
 
 
 def _tested(name: str, options: Options, out: Path) -> Report:
@@ -38,6 +31,9 @@ def _tested(name: str, options: Options, out: Path) -> Report:
     code = subprocess.run(command, cwd=REPOSITORY, check=False).returncode
     add_results(report, results, code)
     return report
+
+
+learner, engine = partial(_tested, "tests-learner"), partial(_tested, "tests-engine")
 
 
 def add_results(report: Report, results: Path, code: int) -> None:

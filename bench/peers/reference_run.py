@@ -22,7 +22,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,10 @@ def train(questioner: Questioner, directory: Path) -> None:
                 while buffer.size() < DELAY * batch_size:
                     _check(collector, clock, engine)
                     time.sleep(POLL_S)
-                _learn(policy, tokenizer, optimizer, buffer.get_batch(batch_size), config)
+                batch = buffer.get_batch(batch_size)
+                steps = [TextStep(prompt=step.obs, completion=step.act, advantage=step.reward) for step in batch]
+                divisor, clipping = config.engine.max_generation_len, config.learner.gradient_clipping
+                update(policy, tokenizer, steps, optimizer, divisor=divisor, gradient_clipping=clipping)
                 version += 1
                 path = directory / f"v{version}"
                 peft_files.write_adapter(path, *policy.adapter_state())
@@ -187,19 +190,6 @@ def train(questioner: Questioner, directory: Path) -> None:
             is_over.set()
             engine.go_on()  # lets the games end that the collector waits for
             collector.join()
-
-
-def _learn(
-    policy: Policy, tokenizer: Any, optimizer: torch.optim.Optimizer, steps: Sequence[Step], config: Config
-) -> None:
-    update(
-        policy,
-        tokenizer,
-        [TextStep(prompt=step.obs, completion=step.act, advantage=step.reward) for step in steps],
-        optimizer,
-        divisor=config.engine.max_generation_len,
-        gradient_clipping=config.learner.gradient_clipping,
-    )
 
 
 def _collect(games: GameThreads, buffer: Buffer, is_over: threading.Event) -> None:

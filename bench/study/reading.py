@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import parse_player
-from unstable_lite.config.reading import parse_config, parse_toml
+from unstable_lite.config.reading import parse_config, parse_toml, read_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.openspiel.game_tree import flatten
@@ -163,7 +163,7 @@ def merged(base: Mapping[str, Any], *overrides: Mapping[str, Any]) -> dict[str, 
 def with_targets(config: Config, name_of: Callable[[str], str]) -> Config:
     """Return the config with other names of its opponents that are checkpoints of targets."""
     names = tuple(name_of(name) if name.startswith(TARGET) else name for name in config.league.fixed_opponents)
-    return config.model_copy(update={"league": config.league.model_copy(update={"fixed_opponents": names})})
+    return config.changed(league={"fixed_opponents": names})
 
 
 def target_of(name: str, study: Study) -> Arm:
@@ -200,10 +200,7 @@ def series_of(value: str, opponent: str | None, env_id: str | None) -> str:
 
 
 def _parsed(path: Path) -> Study:
-    try:
-        raw = parse_toml(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    raw = read_toml(path)
     try:
         return Study.model_validate(raw)
     except ValidationError as error:

@@ -72,13 +72,13 @@ def task_of(checked: Checked, arm: Arm, seed: int, output: Path) -> Task:
     config = checked.configs[arm.name]
     name = f"{arm.slug}-seed-{seed + arm.seed_offset}-{digest(config)[:8]}"
     own = {"seed": seed + arm.seed_offset, "name": name, "output_dir": output}
-    changes: dict[str, Any] = {"run": config.run.model_copy(update=own)}
+    changes: dict[str, Any] = {"run": own}
     if checked.study.warm_start:
         start = output / f"warm_start-{warm_start_digest(config)}"
-        changes["lora"] = config.lora.model_copy(update={"initial_lora_path": start})
+        changes["lora"] = {"initial_lora_path": start}
     names = [name for name in config.league.fixed_opponents if name.startswith(TARGET)]
     targets = tuple(task_of(checked, target_of(name, checked.study), seed, output) for name in names)
-    return Task(arm, seed, config.model_copy(update=changes), targets)
+    return Task(arm, seed, config.changed(**changes), targets)
 
 
 def make_warm_start(checked: Checked, task: Task, say: Callable[[str], None]) -> None:
@@ -88,8 +88,7 @@ def make_warm_start(checked: Checked, task: Task, say: Callable[[str], None]) ->
         return
     say(f"warm start: {directory}")
     shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
-    sft = config.sft.model_copy(update={"output": directory})
-    made = with_targets(config, lambda _: BASE).model_copy(update={"sft": sft})  # it plays none of them
+    made = with_targets(config, lambda _: BASE).changed(sft={"output": directory})  # it plays none of them
     path = _written(made, task.output / "configs" / f"{directory.name}.toml")
     log = task.output / "logs" / f"{directory.name}.log"
     process = _launch(["sft", str(path)], log)

@@ -30,7 +30,7 @@ from unstable_lite.adapters.peft_files import (
     write_file,
 )
 from unstable_lite.config.games import EvalEnvSpec, is_policy, parse_player
-from unstable_lite.config.reading import parse_toml
+from unstable_lite.config.reading import read_toml
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.files import check_links, read_records
 from unstable_lite.rng import derive_seed
@@ -262,7 +262,7 @@ def name_of(adapter: Path) -> str:
 
 def policies_of(run: Path) -> list[str]:
     """Return the names of a run's policies, first the one that is meant if none is named; "" for the only one."""
-    policies = _config_of(run).get("policies") if (run / "config.toml").is_file() else None
+    policies = read_toml(path).get("policies") if (path := run / "config.toml").is_file() else None
     names = filter(re.compile(r"\w+").fullmatch, policies if isinstance(policies, dict) else ())
     return sorted(names, key=lambda name: name != "main") or [""]
 
@@ -283,16 +283,8 @@ def _eval_envs(run: Path) -> set[tuple[str, str]]:
     """Return env and opponent of each eval env in a run's config."""
     path = run / "config.toml"
     try:
-        envs: list[dict[str, Any]] = _config_of(run).get("eval_envs", [])
+        envs: list[dict[str, Any]] = read_toml(path).get("eval_envs", [])
         specs = [EvalEnvSpec.model_validate({key: env[key] for key in NAMED_BY if key in env}) for env in envs]
         return {(spec.env_id, spec.opponent) for spec in specs}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not the config of a run: {type(error).__name__}: {error}") from error
-
-
-def _config_of(run: Path) -> dict[str, Any]:
-    path = run / "config.toml"
-    try:
-        return parse_toml(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

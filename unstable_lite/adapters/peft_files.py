@@ -59,22 +59,14 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def is_file(path: Path) -> bool:
-    """Return whether a path is a file; False if it is not a valid path."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def check_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Return the config and the header of a PEFT directory of plain LoRA whose tensors are pairs of its rank.
 
     Raises AdapterError for anything else.
     """
-    if not is_file(directory / WEIGHTS):
+    if not os.path.isfile(directory / WEIGHTS):
         for name in PICKLES:
-            if is_file(directory / name):
+            if os.path.isfile(directory / name):
                 raise AdapterError(
                     f"{directory / name} is a pickle, which can run code, so it is not opened. If you trust its "
                     f'source, convert it: python -c "import torch, safetensors.torch as s; '

@@ -47,15 +47,20 @@ _PRICES = "opponents.max_usd opponents.usd_per_million_prompt_tokens opponents.u
 REMOVED |= dict.fromkeys(_PRICES.split(), "set opponents.max_total_tokens or opponents.max_requests")
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError if it cannot be read, or is not TOML."""
+    try:
+        return parse_toml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:
     """Read a TOML file and apply `section.key=value` overrides; see `parse_config`.
 
     In the config that a run recorded, keys that no longer exist are ignored. Raises ConfigError if there is no TOML.
     """
-    try:
-        raw = parse_toml(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    raw = read_toml(path)
     is_recorded = path.name == "config.toml" and path.with_name("versions.json").is_file()
     if is_recorded and (ignored := drop_removed(raw)):
         log.warning("%s: these keys no longer exist and are ignored: %s", path, ", ".join(ignored))

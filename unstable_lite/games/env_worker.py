@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from typing import Any
-
-import numpy as np
 
 from unstable_lite.errors import EnvRaised, described
+from unstable_lite.files import plain
 from unstable_lite.games.env_start import NO_GAME, LocalEnvironment, environment_of, file_of_call, write_game
 from unstable_lite.games.local_game import reason_of
 from unstable_lite.transport.codec import encode
@@ -71,10 +69,5 @@ def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> 
         pid=pid,
         observation=seen,
         rewards=tuple(rewards.values()),
-        game_info=json.dumps(game_info, default=_plain),
+        game_info=json.dumps(game_info, default=plain),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value that JSON does not know: a NumPy number to a Python number, anything else to text."""
-    return value.item() if isinstance(value, np.generic) else str(value)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig, ShareAlarm
 from unstable_lite.tracking.displayed_metrics import named
 from unstable_lite.tracking.evaluations import Evaluation
 from unstable_lite.tracking.intervals import percent, percent_range
@@ -29,8 +29,8 @@ class Alarm:
     """Format of the measurement, with `value`, `n`, `subject` and `detail` of the reading."""
     means: str
     advice: str
-    threshold: str = "{:g}"
-    """Format of the threshold."""
+    threshold: str | None = None
+    """Format of the threshold; None: that of its type in the config."""
     metrics: tuple[str, str] | None = None
     """Metric of an update that the alarm reads, and the one that counts its samples; None: health.py takes readings."""
     is_under: bool = False
@@ -48,7 +48,6 @@ ALARMS = {
     "clipping": Alarm(
         updates=3,
         measured="the importance weights of {value:.1%} of {n} tokens are cut at learner.importance_weight_cap",
-        threshold="{:.0%}",
         means="the policy has moved far from the one that sampled these tokens, so that the gradient is biased",
         advice="lower learner.learning_rate or buffer.max_staleness",
         metrics=("learner/importance_weight_clipped", "learner/num_tokens"),
@@ -64,7 +63,6 @@ ALARMS = {
     "dropped": Alarm(
         updates=3,
         measured="{value:.1%} of {n} steps that left the buffer were dropped as too stale",
-        threshold="{:.0%}",
         means="games take more updates than buffer.max_staleness allows, so that short games are trained on more than "
         "long ones",
         advice="see collection-{env}/Steps Dropped for which games; raise buffer.max_staleness and engine.max_loras, "
@@ -90,7 +88,6 @@ ALARMS = {
     "repetition": Alarm(
         updates=3,
         measured="{value:.1%} of {n} 4-grams of tokens stood in the same completion before",
-        threshold="{:.0%}",
         means="completions run in circles",
         advice="go back to an earlier checkpoint with a lower learner.learning_rate or a learner.kl_coefficient above "
         "0, and look at games.jsonl for the rewards of such completions",
@@ -99,7 +96,6 @@ ALARMS = {
     "identical": Alarm(
         updates=5,
         measured="{value:.1%} of {n} completions are identical",
-        threshold="{:.0%}",
         means="the policy ignores the observation",
         advice="look at games.jsonl for the answers; then a higher engine.temperature, a lower learner.learning_rate, "
         "or opponents against which this answer does not win",
@@ -108,7 +104,6 @@ ALARMS = {
     "zero_advantage": Alarm(
         updates=5,
         measured="{value:.1%} of {n} steps have an advantage of 0",
-        threshold="{:.0%}",
         means="the policy learns almost nothing: the games that are compared all have the same result",
         advice="choose games or opponents that the policy sometimes beats, a higher engine.temperature, or a "
         "larger run.group_size",
@@ -117,14 +112,12 @@ ALARMS = {
     "invalid_moves": Alarm(
         updates=5,
         measured="{value:.1%} of the newest {n} training games of {subject} ended with an invalid move of the policy",
-        threshold="{:.0%}",
         means="the policy does not know the format of a move, or has unlearnt it",
         advice="look at games.jsonl for the answers; then another prompt_template or action_extraction_fn, a larger "
         "engine.max_generation_len, or a warm start (unstable-lite sft)",
     ),
     "ended_early": Alarm(
         measured="{value:.1%} of the newest {n} games ended early: {subject}",
-        threshold="{:.0%}",
         means="games end for a reason outside of their rules (for context_full also: an answer was cut off by the "
         "context), and void ones are missing among the trained and rated games",
         advice="for context_full and prompt_too_long a larger engine.max_model_len, or observation = 'first-last' or "
@@ -266,7 +259,8 @@ class Alarms:
 
 def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> str:
     alarm = ALARMS[reading.alarm]
-    n, threshold = f"{reading.n:,}", alarm.threshold.format(config.threshold)
+    form = alarm.threshold or ("{:.0%}" if isinstance(config, ShareAlarm) else "{:g}")
+    n, threshold = f"{reading.n:,}", form.format(config.threshold)
     measured = alarm.measured.format(value=reading.value, n=n, subject=reading.subject, detail=reading.detail)
     measured = named(reading.policy, measured)
     if phase == "ends":

@@ -266,7 +266,6 @@ class CheckpointSaver:
         stateful = self._stateful() | {"tracker": parts.tracker}
         state = {
             "updates": progress.updates,
-            "version": next(iter(policies.values())).version,
             **({} if "" in policies else {"policies": {name: each.state() for name, each in policies.items()}}),
             "skipped_updates": progress.skipped,
             "evaluated": self._evaluations.done(),

@@ -162,12 +162,8 @@ class TrainingHealth(GameListener):
         windows = self._tracker.windows.of(policy)
         windows.judged.clear()
         windows.first_version = first_version
-        shared = {
-            named(other, env.env_id)
-            for env in self._config.train_envs
-            if policy in (env.seats or ())
-            for other in env.seats or ()
-        }
+        seated = [env for env in self._config.train_envs if policy in (env.seats or ())]
+        shared = {named(other, env.env_id) for env in seated for other in env.seats or ()}
 
         def is_over(subject: str) -> bool:
             return subject == policy or subject.startswith(f"{policy}: ") or subject in shared

@@ -51,11 +51,8 @@ class Lineages(GameListener):
             points = [POINTS[record.outcomes[pid]] for pid in own if record.outcomes[pid] != "na"]
             others = [one.model for one in spec.agent_specs if one.pid not in own]
             is_met = any(one.policy in self._named[name] or one.uid in kept for one in others)
-            if (
-                points
-                and is_met
-                and min(one.adapter_version or 0 for one in own.values()) >= policy.buffer.first_version
-            ):
+            is_of_lineage = all((one.adapter_version or 0) >= policy.buffer.first_version for one in own.values())
+            if points and is_met and is_of_lineage:
                 deal = spec.game_idx if spec.group_idx is None else spec.group_idx
                 policy.results = [*policy.results, (deal, fmean(points))][-rule.games :]
 

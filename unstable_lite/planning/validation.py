@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from unstable_lite.adapters.frozen import FrozenAdapter, find_adapter, read_facts
-from unstable_lite.adapters.peft_files import check_adapter, is_file
+from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec, is_policy, parse_player
@@ -68,7 +68,7 @@ def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
     for key in ("initial_lora_path", "initial_critic_path"):
         if (path := getattr(lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config)
-    if lora.initial_critic_path and not is_file(lora.initial_critic_path / CRITIC_HEAD):
+    if lora.initial_critic_path and not os.path.isfile(lora.initial_critic_path / CRITIC_HEAD):
         problems.append(f"lora.initial_critic_path: no {CRITIC_HEAD} in {lora.initial_critic_path}")
     algorithms = {f"policies.{name}.algorithm": policy.algorithm for name, policy in config.policies.items()}
     for key, algorithm in [("algorithm", config.algorithm), *algorithms.items()]:

@@ -4,6 +4,6 @@ Changes nothing in the directory of the run. Knows nothing of the making of runs
 texts go into the page as compressed data and onto the screen as text, never as markup.
 """
 
-from unstable_lite.dashboards.report.page import MAX_GAMES, Written, write_report
+from unstable_lite.dashboards.report.page import write_report
 
-__all__ = ["MAX_GAMES", "Written", "write_report"]
+__all__ = ["write_report"]

@@ -31,7 +31,6 @@ from unstable_lite.tracking.intervals import percent
 from unstable_lite.tracking.result_rows import ResultRow, seeds_rows, side_by_side, to_markdown, with_games
 
 HERE = Path(__file__).parent
-MAX_GAMES = 2000
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 INDEXED = ("game_idx", "kind", "env_id", "end", "reason", "invalid_pids", "eval_label")
@@ -47,7 +46,7 @@ class Written(NamedTuple):
     games_read: int
 
 
-def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX_GAMES) -> Written:
+def write_report(directories: Sequence[Path], output: Path, max_games: int = 2000) -> Written:
     """Write the page of one run, or of several side by side.
 
     max_games: most transcripts per run of training games, of evaluation games and of void games, evenly spread over
