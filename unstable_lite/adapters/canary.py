@@ -180,7 +180,7 @@ class Check:
 
     def __init__(self, evidence: Evidence, noise: Noise | None, tolerance: float, first: int, sampled: int) -> None:
         """`noise`: None while it is measured with the base. `first`, `sampled`: completions after rounds 1 and 2."""
-        evidence.logs = np.maximum(evidence.logs, 0.0)  # without what speaks for the engine
+        evidence.logs = np.maximum(evidence.logs, 0.0)  # without evidence for the engine
         self.evidence = evidence
         self.num_completions = 0
         # Of the new tokens of each completion: log p by the engine minus that by the learner, log p by the learner, and

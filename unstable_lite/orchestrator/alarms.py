@@ -210,7 +210,7 @@ class Alarms:
         return [name for name, states in self._states.items() if any(s.since is not None for s in states.values())]
 
     def forget(self, is_over: Callable[[str], bool]) -> None:
-        """End without a word what is on of subjects that are over, and begin to judge them again."""
+        """End the alarms of subjects that are over, without a message, and begin to judge them again."""
         for states in self._states.values():
             for subject in filter(is_over, states):
                 states[subject] = _State(begun=states[subject].begun)

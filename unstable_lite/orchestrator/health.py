@@ -158,7 +158,7 @@ class TrainingHealth(GameListener):
         self._judge([*compared, *self._early_ends()])
 
     def forget(self, policy: str, first_version: int) -> None:
-        """Forget the results of a policy before an adapter with which it begins again, and what alarms said of them."""
+        """Forget the results of a policy before the adapter with which it begins again, and its alarms."""
         windows = self._tracker.windows.of(policy)
         windows.judged.clear()
         windows.first_version = first_version
