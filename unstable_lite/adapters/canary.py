@@ -127,6 +127,10 @@ class Evidence:
     logs: Floats = field(default_factory=lambda: np.zeros(len(SUSPICIONS)))
     """Logarithm of the product for each suspicion, over earlier checks and this one."""
 
+    def begin(self) -> None:
+        """Begin a check: drop the evidence in favour of the engine."""
+        self.logs = np.maximum(self.logs, 0.0)
+
     def add(self, noise: Noise, engine: Logprobs, learner: Logprobs, base: Logprobs) -> None:
         """Add the tokens of one completion."""
         one = CORRELATION * noise.log_factors(engine, learner, base).sum(axis=0)
@@ -180,7 +184,7 @@ class Check:
 
     def __init__(self, evidence: Evidence, noise: Noise | None, tolerance: float, first: int, sampled: int) -> None:
         """`noise`: None while it is measured with the base. `first`, `sampled`: completions after rounds 1 and 2."""
-        evidence.logs = np.maximum(evidence.logs, 0.0)  # without evidence for the engine
+        evidence.begin()
         self.evidence = evidence
         self.num_completions = 0
         # Of the new tokens of each completion: log p by the engine minus that by the learner, log p by the learner, and

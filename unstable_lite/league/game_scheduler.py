@@ -323,9 +323,9 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
-        had, shares = state.get("shares", {}), self._shares()
-        met = {(policy, other): n for policy, other, n in state.get("met", ()) if had.get(policy) == shares[policy]}
-        self._met = Counter(met)
+        shares = self._shares() if "met" in state else {}
+        of_same = (one for one in state.get("met", ()) if state.get("shares", {}).get(one[0]) == shares.get(one[0]))
+        self._met = Counter({(policy, other): n for policy, other, n in of_same})
         left_out = []
         for name, sampler in self._named_samplers.items():
             saved = state[name]

@@ -232,7 +232,6 @@ class Buffer:
         trajectories = [one for one in own if (one.model.adapter_version or 0) >= self.first_version]
         ended = sum(len(one.steps) for one in own) - sum(len(one.steps) for one in trajectories)  # of ended lineages
         self.added, self.drained = self.added + ended, self.drained + ended
-        is_whole = len(trajectories) == len(own)
         turns = length_class(len(record.turns))
         for trajectory in trajectories:
             for step in trajectory.steps:
@@ -243,19 +242,17 @@ class Buffer:
             self.filtered += len(trajectories) - len(own)
             trajectories = own
         num_steps = sum(len(trajectory.steps) for trajectory in trajectories)
-        brought = num_steps if is_whole else None
-        born = self.in_flight.end(record.spec.game_idx, brought) if self.in_flight is not None else 0
-        return trajectories, born, num_steps
+        brought, flying = None if ended else num_steps, self.in_flight
+        return trajectories, flying.end(record.spec.game_idx, brought) if flying is not None else 0, num_steps
 
     def _put(self, chunks: list[list[Step]]) -> None:
         new_steps = sum(map(len, chunks))
         self._chunks.extend(chunks)
-        self._size += new_steps
-        self.added += new_steps
+        self._size, self.added = self._size + new_steps, self.added + new_steps
         self._arrival.set()
 
     async def _take(self, n: int, current_version: int) -> list[list[Step]]:
-        """Wait for `n` steps, then take the oldest chunks that hold them, at random among those of one version.
+        """Wait for `n` steps, then take the oldest chunks that hold them, at random within a version.
 
         If cancelled, take none.
         """
@@ -270,8 +267,7 @@ class Buffer:
             await self._arrival.wait()
         rejected = self.rejected
         chunks = self._oldest(n) if self.rejection is None else self.rejection.take(n)
-        num_steps = sum(map(len, chunks))
-        self.taken += num_steps
+        self.taken += (num_steps := sum(map(len, chunks)))
         self.counts.add(chain.from_iterable(chunks), "trained")
         self.dropped_lately = self.dropped_stale - self._dropped_at_last_batch
         self.left_lately = num_steps + self.dropped_lately + self.rejected - rejected
@@ -284,17 +280,15 @@ class Buffer:
         """Remove the oldest chunks that hold `n` steps, and return them."""
         self._rng.shuffle(self._chunks)
         self._chunks.sort(key=_version)
-        num_chunks = chunks_that_hold(self._chunks, n)
-        chunks = self._chunks[:num_chunks]
-        del self._chunks[:num_chunks]
+        chunks = self._chunks[: chunks_that_hold(self._chunks, n)]
+        del self._chunks[: len(chunks)]
         self._size -= sum(map(len, chunks))
         self.room.wake_if_free()
         return chunks
 
     def _drop_stale(self, current_version: int) -> None:
-        oldest = self.first_version
-        if self.max_staleness is not None:
-            oldest = max(oldest, current_version - self.max_staleness)
+        least = self.first_version if self.max_staleness is None else current_version - self.max_staleness
+        oldest = max(least, self.first_version)
         stale = [chunk for chunk in self._chunks if _version(chunk) < oldest]
         if stale:
             self._chunks = [chunk for chunk in self._chunks if _version(chunk) >= oldest]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.config import Config
-from unstable_lite.config.tracking import AlarmsConfig
+from unstable_lite.config.tracking import AlarmsConfig, ShareAlarm
 from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, contest_of, readings_of
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.intervals import mean_interval, points_interval, share_interval
@@ -95,7 +95,8 @@ def test_every_alarm_states_reading_threshold_meaning_and_advice(name):
     threshold = getattr(AlarmsConfig(), name).threshold
     assert change.text.startswith(f"{name}: ")
     assert "1,234" in change.text or ": D" in change.text
-    assert ALARMS[name].threshold.format(threshold) in change.text
+    form = ALARMS[name].threshold or ("{:.0%}" if isinstance(getattr(AlarmsConfig(), name), ShareAlarm) else "{:g}")
+    assert form.format(threshold) in change.text
     assert ALARMS[name].means in change.text and change.text.endswith(ALARMS[name].advice)
 
 
