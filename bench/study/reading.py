@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import parse_player
+from unstable_lite.config.games import EvalEnvSpec, parse_player
 from unstable_lite.config.reading import parse_config, parse_toml, read_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
@@ -294,7 +294,7 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
     has_main = not config.policies or "main" in config.policies
     if measure.opponent is not None:
         has_games = config.run.eval_games > 0 and has_main
-        return [series_of(measure.value, env.opponent, env.env_id) for env in config.eval_envs if has_games]
+        return [series_of(measure.value, env.opponent, env.env_id) for env in _of_main(config) if has_games]
     metric = str(measure.metric)
     policy, _, rest = metric.partition("/")
     kind = (rest if policy in config.policies else metric).partition("/")[0]
@@ -308,13 +308,19 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
     if kind == LANGUAGE:
         return [f"{LANGUAGE}/{value}" for value in LANGUAGE_VALUES]
     if kind in ("exploitability", "exploitability_legal"):
-        of_policies = [(f"{name}/" * bool(name), config.of_policy(name)) for name in config.shares]
-        return [f"{prefix}{kind}/{env.env_id}" for prefix, own in of_policies for env in exact_envs(own)[0]]
+        of_seats = [(env.env_id, getattr(env, "seats", None)) for env in exact_envs(config)[0]]
+        names = [(name, env) for name in config.shares for env, seats in of_seats if not seats or name in seats]
+        return [f"{name}/{kind}/{env}".removeprefix("/") for name, env in names]
     if kind in (AVERAGE, STATE_DEPENDENCE):  # of one policy, at all seats
         envs = [env for env in exact_envs(config)[0] if getattr(env, "seats", None) is None and has_main]
         # The average is defined only where each history has its own positions.
         return [f"{kind}/{env.env_id}" for env in envs if kind != AVERAGE or not flatten(env.env_id).shares_positions]
     return None
+
+
+def _of_main(config: Config) -> Sequence[EvalEnvSpec]:
+    """Return the eval envs of which a study reads the points: those of the policy `main`."""
+    return config.of_policy("main").eval_envs if "main" in config.policies else config.eval_envs
 
 
 def _default_measures(config: Config) -> Iterator[tuple[str, Measure]]:
@@ -323,6 +329,6 @@ def _default_measures(config: Config) -> Iterator[tuple[str, Measure]]:
         yield f"{metric}, last", Measure(metric=metric)
         yield f"{metric}, worst of the last half", Measure(metric=metric, take="max", of="last-half")
         yield f"{metric}, mean", Measure(metric=metric, take="mean")
-    for spec in config.eval_envs if config.run.eval_games else ():
+    for spec in _of_main(config) if config.run.eval_games else ():
         measure = Measure(opponent=spec.opponent, env_id=spec.env_id)
         yield f"{measure.series}, last", measure

@@ -30,7 +30,11 @@ def summarise(study: Study, records: Sequence[Mapping[str, Any]]) -> dict[str, l
             aggregates.append({"measure": measure, "arm": arm, **_row(of_arm)})
             if arm != first:
                 paired = {seed: of_arm[seed] - values[first][seed] for seed in of_arm if seed in values[first]}
-                of_mean = [*map(rounded, seeds_interval([*paired.values()]))] if len(paired) > 1 else None
+                of_mean = (
+                    [*map(rounded, seeds_interval([*paired.values()]))]
+                    if len({*map(rounded, paired.values())}) > 1
+                    else None
+                )
                 row = {"from": first, **_row(paired), "interval_of_mean": of_mean}
                 differences.append({"measure": measure, "arm": arm, **row})
         for pool, arms in study.pools.items():

@@ -153,8 +153,7 @@ def choose(standings: Sequence[Standing], games: Counter[str], room: int) -> lis
     fixed = sorted((standing.uid for standing in standings if _is_fixed(standing.uid)), key=lambda uid: -games[uid])
     current = [standing.uid for standing in standings if standing.is_current]
     strongest = find_strongest(standings, games)
-    starts = [*filter(_is_start, own)]
-    wanted = list(dict.fromkeys([*current, *([strongest] if strongest else []), *starts]))
+    wanted = list(dict.fromkeys([*current, *([strongest] if strongest else []), *filter(_is_start, own)]))
     past = [uid for uid in own if uid not in wanted]
     left = max(room - len(wanted), 0)
     wanted += fixed[: max((left + 1) // 2, left - len(past))]

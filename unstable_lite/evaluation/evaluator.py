@@ -224,24 +224,15 @@ class _Shown:
 
 
 def plan_game(
-    models: Sequence[str],
-    config: Path | None,
-    env: str | None,
-    overrides: Sequence[str],
-    trusts_config: bool = False,
+    models: Sequence[str], config: Path | None, env: str | None, overrides: Sequence[str], trusts_config: bool = False
 ) -> EvaluationPlan:
     """Plan the first of `models` against the second, or against itself; the rest as in `plan_evaluation`."""
     if len(models) > 2:
         raise ConfigError(f"a game takes at most two models, got {len(models)}: {', '.join(models)}")
     if config is None and (run := find_run(models)) is not None:
         config = run_config(run, overrides, trusts_config)
-    game = plan_evaluation(
-        [_newest_of(models[0])],
-        config=config,
-        envs=[env] if env else (),
-        opponents=[_newest_of(models[-1])],
-        overrides=overrides,
-    )
+    ours, theirs = _newest_of(models[0]), _newest_of(models[-1])
+    game = plan_evaluation([ours], config=config, envs=[env] if env else (), opponents=[theirs], overrides=overrides)
     return replace(game, cells=game.cells[:1])
 
 

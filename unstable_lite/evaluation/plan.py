@@ -266,8 +266,7 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
     """Return game `number` of a cell. `ref`: returns the current reference to a model."""
     env, seat = cell.env, seat_of(cell, number)
     seated = [cell.model if pid == seat else cell.opponent for pid in range(env.num_players)]
-    number_of_seed = number // env.num_players
-    game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
+    game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number // env.num_players) % 2**31 | 1
     if content_file(env.env_id):
         game_seed = question_seed(number)
     refs = [ref(model.drawn(game_seed)) for model in seated]

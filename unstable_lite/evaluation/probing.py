@@ -141,10 +141,7 @@ def uniform_distribution(env_id: str, observation: str) -> ActionDistribution:
 
 
 def probe(
-    model: str,
-    env: EvalEnvSpec,
-    positions: Sequence[Position],
-    distributions: Mapping[str, ActionDistribution],
+    model: str, env: EvalEnvSpec, positions: Sequence[Position], distributions: Mapping[str, ActionDistribution]
 ) -> Probe:
     """Return all metrics of one model. `distributions`: by observation."""
     at = [distributions[position.observation] for position in positions]

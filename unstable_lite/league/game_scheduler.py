@@ -36,10 +36,6 @@ GAMES = 256
 STATE = ("kind", "update", "state_dict", "load_state_dict")
 
 
-def _any_model(_model: ModelRef) -> bool:
-    return True
-
-
 @from_reference(unused={"logging_dir"})
 class GameScheduler:
     """Scheduler of training and evaluation games; the n-th game of either kind does not depend on the other kind."""
@@ -100,7 +96,7 @@ class GameScheduler:
         return {**of_policies, "env_sampler": self._env_sampler}
 
     def next_train_job(
-        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
+        self, can_play: Callable[[ModelRef], bool] = lambda _: True, wanting: Sequence[str] | None = None
     ) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
@@ -206,7 +202,7 @@ class GameScheduler:
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
     def next_train_group(
-        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
+        self, can_play: Callable[[ModelRef], bool] = lambda _: True, wanting: Sequence[str] | None = None
     ) -> list[GameSpec]:
         """Return `group_size` games that differ only in their number, and so in the actions that models sample.
 
@@ -226,15 +222,14 @@ class GameScheduler:
         spec: EvalEnvSpec | None = None,
         model: ModelRef | None = None,
         label: str | None = None,
-        can_play: Callable[[ModelRef], bool] = _any_model,
+        can_play: Callable[[ModelRef], bool] = lambda _: True,
         number: int | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.
 
-        If several policies learn, the default is each of them in turn.
-
-        The seat rotates separately for each model, env and label. Without `spec`, an env whose opponent cannot play now
-        is drawn again; raises OpponentError if no opponent that can is found.
+        If several policies learn, the default is each of them in turn. The seat rotates separately for each model, env
+        and label. Without `spec`, an env whose opponent cannot play now is drawn again; raises OpponentError if no
+        opponent that can is found.
 
         `number`: number of the game within an evaluation with a quota. It determines seat and seed, each seed is played
         from every seat, and all evaluations of an env play the same seeds, so that they can be compared in pairs.
@@ -262,9 +257,8 @@ class GameScheduler:
     def _sample_eval_env(self, can_play: Callable[[ModelRef], bool], policy: str) -> EvalEnvSpec:
         for _ in range(DRAWS):
             env = self._env_sampler.sample("eval")
-            if env.num_players == 1:
-                return env
-            if env.fixed_opponent != f"policy:{policy}" and can_play(self.registry.eval_opponent(env.fixed_opponent)):
+            is_other = env.fixed_opponent != f"policy:{policy}"
+            if env.num_players == 1 or (is_other and can_play(self.registry.eval_opponent(env.fixed_opponent))):
                 return env
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 

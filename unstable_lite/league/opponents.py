@@ -115,14 +115,12 @@ def anchors(config: Config) -> dict[str, str]:
     opponents has no anchor.
     """
     met: dict[str, list[str]] = {}
-    for env_id, name in evaluated_opponents(config):
+    trained = ((env_id, name) for env_id, names in training_opponents(config).items() for name in names)
+    for env_id, name in (*evaluated_opponents(config), *trained):
         met.setdefault(env_id, []).append(name)
-    for env_id, opponents in training_opponents(config).items():
-        met.setdefault(env_id, []).extend(opponents)
     return {
         env_id: min(names, key=lambda name: (name != "scripted:random", parse_player(name).is_frozen))
         for env_id, names in met.items()
-        if names
     }
 
 

@@ -131,8 +131,7 @@ def estimate_advantages(
 
 def is_judged(items: Sequence[TrainItem]) -> npt.NDArray[np.bool_]:
     """Return False for a trajectory's last step if the turn cap ended the game while its player could still move."""
-    following = [*(item.trajectory for item in items[1:]), None]
-    rows = zip(items, following, strict=True)
+    rows = zip(items, [*(item.trajectory for item in items[1:]), None], strict=True)
     return np.array([item.trajectory == after or not _is_capped(item.context) for item, after in rows], np.bool_)
 
 

@@ -209,11 +209,12 @@ class Alarms:
         """Return the names of the alarms that are on."""
         return [name for name, states in self._states.items() if any(s.since is not None for s in states.values())]
 
-    def forget(self, is_over: Callable[[str], bool]) -> None:
-        """End the alarms of subjects that are over, without a message, and begin to judge them again."""
-        for states in self._states.values():
-            for subject in filter(is_over, states):
-                states[subject] = _State(begun=states[subject].begun)
+    def forget(self, is_over: Callable[[str, str], bool]) -> None:
+        """End the alarms (name, subject) that are over, without a message, and begin to judge them again."""
+        for name, states in self._states.items():
+            for subject, state in states.items():
+                if is_over(name, subject):
+                    states[subject] = _State(begun=state.begun)
 
     def counts(self) -> dict[str, int]:
         """Return how often each alarm began, without those that are switched off."""

@@ -106,9 +106,8 @@ class CheckpointPool:
                 await self._copy_to_disk(*self._to_store.popleft())
             await self._adapter_sync.retired()
             await self._rotate()
-            most = self._config.opponent_lag[1]
             for uid, origin in self._stored().items():  # give up copies that are too old to return
-                if self._registry.lag(uid) > most and not self._is_kept(uid):
+                if self._registry.lag(uid) > self._config.opponent_lag[1] and not self._is_kept(uid):
                     self._table.discard(origin)
                     self._left.add(uid)
             await self._remove_unneeded()
@@ -362,8 +361,7 @@ def keep_frozen(
         for number, name in enumerate(members(meta.name or ""))
     }
     problems = [*frozen_problems(dict.fromkeys(names.values()), config, copies, plan.copies)]
-    needed = adapter_slots_needed(config, len(names))
-    if needed > config.engine.max_loras:
+    if (needed := adapter_slots_needed(config, len(names))) > config.engine.max_loras:
         problems.append(
             f"engine.max_loras = {config.engine.max_loras}: with {len(names)} frozen players this league needs at "
             f"least {needed} adapter slots; raise it"

@@ -107,17 +107,16 @@ class Evaluations:
         evaluation = summarise_evaluation(label, update, model, env.env_id, env.opponent, records)
         parts.tracker.add_evaluation(evaluation)
         self._say(evaluation)
-        parts.health.check_evaluation(evaluation, model.adapter_version or 0)
+        parts.health.check_evaluation(evaluation)
         return True
 
     def _say(self, evaluation: Evaluation) -> None:
         """Say an evaluation in one row, below a header for the first one, and each of its remarks."""
         parts, say = self._parts, self._parts.terminal.say
-        config, when = parts.plan.config, f"update {evaluation.step}"
+        config, cells, when = parts.plan.config, parts.plan.config.eval_cells, f"update {evaluation.step}"
         # Without a result it is not among the rows if others have one.
         rows = [row for row in parts.results() if evaluation is row.newest]
-        (row,) = rows or result_rows([evaluation], config.eval_cells)
-        cells = config.eval_cells
+        (row,) = rows or result_rows([evaluation], cells)
         labels = [row_label(*cell, cells, policy) for policy in config.shares for cell in cells]
         short = dict(zip(labels, all_shortened(labels), strict=True))
         room = max(map(cell_len, ["opponent", *short.values()]))
@@ -220,8 +219,7 @@ class ExactEvaluations:
     @staticmethod
     def _seats(env: EnvSpec, policy: TrainedPolicy) -> tuple[str, ...]:
         """Return the name of the policy at each seat: its own, unless the env has `seats`."""
-        seats = env.seats if isinstance(env, TrainEnvSpec) else None
-        return seats or (policy.name,) * env.num_players
+        return (env.seats if isinstance(env, TrainEnvSpec) else None) or (policy.name,) * env.num_players
 
     def _alarm(self, env: EnvSpec, policy: TrainedPolicy, error: Exception) -> None:
         text = f"no exact evaluation of {env.env_id} after update {policy.updates}: {error}"

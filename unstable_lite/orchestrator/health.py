@@ -98,6 +98,8 @@ class TrainingHealth(GameListener):
         self._least_exploitable: dict[str, float] = {}
         """Lowest exact exploitability by policy and env."""
         self._update = 0
+        self._began: dict[str, int] = {}
+        """Update of the run after which each policy began again."""
         self._reasons: list[str] = []
         """Alarms that ask for a pause."""
         self._waits: dict[tuple[str, str], _Wait] = defaultdict(_Wait)
@@ -149,29 +151,28 @@ class TrainingHealth(GameListener):
         detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"
         self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)], policy)
 
-    def check_evaluation(self, evaluation: Evaluation, version: int) -> None:
-        """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games.
-
-        version: the adapter's. That of a lineage which ended during the evaluation is not compared.
-        """
-        compared = self._compared(evaluation, version >= self._tracker.windows.of(evaluation.policy).first_version)
-        self._judge([*compared, *self._early_ends()])
+    def check_evaluation(self, evaluation: Evaluation) -> None:
+        """Compare an evaluation with the best earlier one of its policy, env and opponent; judge the ends of games."""
+        self._judge([*self._compared(evaluation), *self._early_ends()])
 
     def forget(self, policy: str, first_version: int) -> None:
         """Forget the results of a policy before the adapter with which it begins again, and its alarms."""
         windows = self._tracker.windows.of(policy)
         windows.judged.clear()
         windows.first_version = first_version
+        self._began[policy] = self._update
         seated = [env for env in self._config.train_envs if policy in (env.seats or ())]
         shared = {named(other, env.env_id) for env in seated for other in env.seats or ()}
 
         def is_over(subject: str) -> bool:
-            return subject == policy or subject.startswith(f"{policy}: ") or subject in shared
+            return subject == policy or subject.startswith(f"{policy}: ")
 
         for memory in (self._contests, self._first_entropy, self._least_exploitable):
             for subject in [*filter(is_over, memory)]:
                 del memory[subject]
-        self._alarms.forget(is_over)
+        for subject in shared:
+            self._least_exploitable.pop(subject, None)
+        self._alarms.forget(lambda name, subject: is_over(subject) or (name == "exploitability" and subject in shared))
 
     async def run(self) -> None:
         """Check until cancelled that the steps that games play reach the learner."""
@@ -244,6 +245,7 @@ class TrainingHealth(GameListener):
             "first_entropy": self._first_entropy.get("") if "" in self._buffers else self._first_entropy,
             "least_exploitable": self._least_exploitable,
             "update": self._update,
+            **({"began": self._began} if self._began else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,14 +253,16 @@ class TrainingHealth(GameListener):
         self._alarms.load_state_dict(state["alarms"])
         self._contests |= {subject: contest_of(contest) for subject, contest in state["contests"].items()}
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
+        self._began = dict(state.get("began", {}))
         entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
         self._first_entropy = entropy if isinstance(entropy, dict) else {} if entropy is None else {"": entropy}
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
             self._alarms.judge(self._update, self._compared(evaluation))
 
-    def _compared(self, evaluation: Evaluation, is_of_lineage: bool = True) -> list[Reading]:
+    def _compared(self, evaluation: Evaluation) -> list[Reading]:
         self._num_evaluations += 1
         subject = named(evaluation.policy, f"evaluation of {evaluation.env_id} against {evaluation.opponent}")
+        is_of_lineage = evaluation.step >= self._began.get(evaluation.policy, 0)
         is_judged = is_of_lineage and evaluation.n > 1 and not is_policy(evaluation.opponent)  # which learns, too
         return self._contests[subject].add("collapse", subject, evaluation) if is_judged else []
 
@@ -290,8 +294,7 @@ class TrainingHealth(GameListener):
         rise = entropy - self._first_entropy[policy] if policy in self._first_entropy else 0.0
         return [Reading(alarm="high_entropy", value=rise, n=n)]
 
-    def _readings_of_games(self, policy: str) -> list[Reading]:
-        readings: list[Reading] = []
+    def _readings_of_games(self, policy: str) -> Iterator[Reading]:
         for (what, games), window in self._tracker.windows.of(policy).judged.items():
             if what == ENDED or (n := len(window)) < MIN_GAMES:
                 continue
@@ -300,11 +303,9 @@ class TrainingHealth(GameListener):
                 tally.add(OUTCOMES[value], value, own_invalid=False)
             result = tally.evaluation(what, f"up to update {self._update}", self._update, "", "")
             if what == VALID:
-                share = Reading(alarm="invalid_moves", value=1 - result.points, n=n, subject=games, policy=policy)
-                readings.append(share)
+                yield Reading(alarm="invalid_moves", value=1 - result.points, n=n, subject=games, policy=policy)
             subject = named(policy, f"training games of {games}" if what == VALID else games)
-            readings += self._contests[subject].add("decline", subject, result)
-        return readings
+            yield from self._contests[subject].add("decline", subject, result)
 
     def _early_ends(self) -> Iterator[Reading]:
         """Yield the share of each env's newest games that ended for each reason of now or of an alarm that is on."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from unstable_lite.config.games import RestartConfig, evaluated_against
 from unstable_lite.league.opponents import draws_population, kept_policies, policies_met
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
+from unstable_lite.planning.policies import final_updates
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import GameListener
@@ -56,14 +57,16 @@ class Lineages(GameListener):
                 deal = spec.game_idx if spec.group_idx is None else spec.group_idx
                 policy.results = [*policy.results, (deal, fmean(points))][-rule.games :]
 
-    async def restart_if_due(self, policy: TrainedPolicy, update: int) -> None:
-        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update of the run.
+    async def restart_if_due(self, policy: TrainedPolicy) -> None:
+        """Keep the policy's checkpoint and begin a new lineage, if its rule says so after an update.
 
-        After the run's last one no lineage begins. A stop changes nothing, so that a resumed run does the same.
+        After the policy's last one no lineage begins. A stop changes nothing, so that a resumed run does the same.
         """
         rule, parts = self._rules.get(policy.name), self._parts
-        is_last = update >= parts.plan.config.run.learning_steps
-        if rule is None or is_last or (reason := _reason(policy, rule)) is None:
+        if rule is None or (reason := _reason(policy, rule)) is None:
+            return
+        made = {name: each.updates for name, each in parts.policies.items()}
+        if final_updates(parts.plan.config, made)[policy.name] == policy.updates:
             return
         version, last = policy.next_version, policy.registry.current.uid
         if is_kept := policy.name in kept_policies(parts.plan.config):
@@ -85,15 +88,14 @@ class Lineages(GameListener):
 
     async def _keep(self, uid: str) -> None:
         """Make a checkpoint a player of the population, and let it meet the other ones there."""
-        parts, population = self._parts, self._parts.registry.population
-        others = [other for other in population if parts.registry.get(other).active]
-        population[uid] = None
-        run = parts.plan.config.run
-        model = parts.registry.eval_opponent(f"policy:{uid}")
-        envs = [env for env in parts.plan.config.train_envs if env.num_players > 1]
+        registry, run = self._parts.registry, self._parts.plan.config.run
+        others = [other for other in registry.population if registry.get(other).active]
+        registry.population[uid] = None
+        model = registry.eval_opponent(f"policy:{uid}")
+        envs = [env for env in self._parts.plan.config.train_envs if env.num_players > 1]
         for env, other in product(envs, others):
             against, label = evaluated_against(env, f"policy:{other}"), f"population {uid}"
-            await parts.collector.evaluate(against, model, MEETING_GAMES, label, run.num_collection_workers)
+            await self._parts.collector.evaluate(against, model, MEETING_GAMES, label, run.num_collection_workers)
 
     def _start(self, rule: RestartConfig) -> Path | None:
         """Return the directory of the adapter that a new lineage begins with; None: a fresh one."""

@@ -21,6 +21,7 @@ from unstable_lite.files import replaced
 from unstable_lite.orchestrator.checkpoint_pool import TrainedPolicy
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
+from unstable_lite.planning.policies import furthest_behind
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.rollout.rejection import MOST_JUDGED
 from unstable_lite.tracking.displayed_metrics import METRICS, duration, metrics_of_env, named
@@ -56,9 +57,9 @@ class Progress:
 
     @property
     def next_to_learn(self) -> TrainedPolicy:
-        """Policy whose number of updates is the furthest behind its share; the first one of equals."""
-        shares = self._parts.plan.config.shares
-        return min(self._parts.policies.values(), key=lambda policy: (policy.updates + 0.5) / shares[policy.name])
+        """Policy whose number of updates is the furthest behind its share."""
+        updates = {name: policy.updates for name, policy in self._parts.policies.items()}
+        return self._parts.policies[furthest_behind(updates, self._parts.plan.config.shares)]
 
     @property
     def is_over(self) -> bool:

@@ -99,7 +99,7 @@ class TrainLoop:
             policy.admit(version)
             parts.collector.tell_new_checkpoint()
         await self.progress.report(policy, batch, updated, metrics)
-        await parts.lineages.restart_if_due(policy, self.progress.updates)
+        await parts.lineages.restart_if_due(policy)
         return True
 
     async def _start(self) -> None:

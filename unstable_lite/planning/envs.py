@@ -45,8 +45,7 @@ def describe_envs(config: Config) -> Iterator[tuple[str, str]]:
         fault = information_fault(family) if is_openspiel(family) else remark_on(family)
         if fault:
             yield "warning", f"{family}: {fault}"
-    isolated = dict.fromkeys(env.env_id for env in (*config.train_envs, *config.eval_envs) if is_isolated(env))
-    if isolated:
+    if isolated := dict.fromkeys(env.env_id for env in (*config.train_envs, *config.eval_envs) if is_isolated(env)):
         yield "isolated", f"{', '.join(isolated)}: in processes that can be killed"
     for env_id, spec in specs.items():
         if not probe(env_id, spec.num_players, spec.observation, spec.env_kwargs).is_repeatable:
@@ -72,8 +71,7 @@ def played_otherwise(config: Config) -> Iterator[str]:
     trained = {env.env_id: env.model_dump() for env in config.train_envs}
     for env in config.eval_envs:
         owns, others = env.model_dump(), trained.get(env.env_id, {})
-        differing = [key for key in INHERITED if others and owns[key] != others[key]]
-        if differing:
+        if differing := [key for key in INHERITED if others and owns[key] != others[key]]:
             shown = "; ".join(f"{key} = {owns[key]!r}, trained with {others[key]!r}" for key in differing)
             yield f"{env.env_id} against {env.opponent} is evaluated with {shown}"
 
@@ -148,8 +146,7 @@ def describe_exact(config: Config, is_on_gpu: bool) -> Iterator[tuple[str, str]]
             seconds += 2 * shape.base_parameters * tokens / OPERATIONS_PER_S[is_on_gpu]
         size = f"{len(tree.states):,} decision states, {tree.num_answers:,} answers"
         yield "exact evaluation", f"{env.env_id}: {size}; about {seconds:.2g} s × {count} (estimated)"
-    for reason in reasons:
-        yield "not exact", reason
+    yield from (("not exact", reason) for reason in reasons)
 
 
 @cache

@@ -110,8 +110,7 @@ class Plan(Placement):
         is_here = Path(resolve_model(config.model_name)).is_dir()
         unseen = " (from the Hugging Face hub or its cache, which nothing but the run looks at)"
         yield "base model", config.model_name + unseen * (not is_here)
-        for difference in played_otherwise(config):
-            yield "differs", difference
+        yield from (("differs", difference) for difference in played_otherwise(config))
         for name, own in policy_configs(config).items():
             yield ("policy", self._describe_policy(name, own)) if name else ("opponents", _opponents(own))
         if (older := active_checkpoints(config) - len(config.shares)) > 0:
@@ -129,8 +128,7 @@ class Plan(Placement):
                 more = f"{learner_memory(shape, config.changed(policies={})).adapter / MIB:.1f} MiB more in the learner"
                 yield "a further policy", f"{more}, with its moments; two adapter slots or more"
         if config.engine.kind == VLLM_SERVER:
-            folder = config.engine.adapter_folder
-            yield "adapters to the servers", f"through {folder}, the same path for the servers"
+            yield "adapters to the servers", f"through {config.engine.adapter_folder}, the same path for the servers"
             yield "engine memory", "set by the servers"
         elif set(self.engine_devices) == {"cpu"}:
             yield "engine memory", f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
@@ -166,8 +164,7 @@ class Plan(Placement):
         if run.group_size > 1:
             yield "groups", f"{run.group_size} games from each start, compared by {config.group_baseline}"
         for name, own in policy_configs(config).items():
-            for what, text in _describe_batches(own):
-                yield what, f"{name}: {text}" if name else text
+            yield from ((what, f"{name}: {text}" if name else text) for what, text in _describe_batches(own))
 
 
 def _opponents(config: Config) -> str:

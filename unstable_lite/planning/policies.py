@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import is_policy, parse_player
@@ -94,10 +94,23 @@ def policy_warnings(config: Config) -> Iterator[str]:
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or give it a seat"
             )
+    final = final_updates(config, dict.fromkeys(config.shares, 0))
     for name, rule in ((name, policy.restart) for name, policy in config.policies.items()):
-        updates = math.ceil(config.shares[name] * config.run.learning_steps)
-        if rule is not None and rule.at_points is None and (rule.at_updates or 0) >= updates:
+        if rule is not None and rule.at_points is None and (rule.at_updates or 0) >= final[name]:
             yield (
-                f"policies.{name}.restart.at_updates = {rule.at_updates}: the policy makes only {updates} updates, "
+                f"policies.{name}.restart.at_updates = {rule.at_updates}: the policy makes only {final[name]} updates, "
                 "so it does not begin again; lower at_updates, or set at_points"
             )
+
+
+def furthest_behind(updates: Mapping[str, int], shares: Mapping[str, float]) -> str:
+    """Return the policy whose number of updates is the furthest behind its share; the first one of equals."""
+    return min(updates, key=lambda name: (updates[name] + 0.5) / shares[name])
+
+
+def final_updates(config: Config, updates: Mapping[str, int]) -> Counter[str]:
+    """Return the number of updates that each policy will have made at the run's end, if it has made `updates`."""
+    final = Counter(updates)
+    while final.total() < config.run.learning_steps:
+        final[furthest_behind(final, config.shares)] += 1
+    return final

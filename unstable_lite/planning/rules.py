@@ -174,8 +174,7 @@ def _algorithm_rules(config: Config) -> Iterator[str]:
     algorithm, learner, name = algorithm_of(config), config.learner, config.algorithm
     if name in LEARNERS:
         if config.buffer.kind != algorithm.batches:
-            kind = config.buffer.kind
-            yield f'buffer.kind = {kind!r}: {name} learns from {algorithm.batches}; leave it at "auto"'
+            yield f'buffer.kind = {config.buffer.kind!r}: {name} learns from {algorithm.batches}; leave it at "auto"'
         if learner.options:
             yield f"learner.options: {name} has no options; only a custom algorithm (module:Class) has them"
         if config.lora.initial_critic_path and not algorithm.has_critic:

@@ -161,8 +161,7 @@ def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[t
         )
         slots = config.engine.max_loras
         yield "adapters loaded", f"{start}about {pace.adapters} at that staleness; engine.max_loras = {slots}"
-    for text in _warnings(config, policies, paces):
-        yield "warning", text
+    yield from (("warning", text) for text in _warnings(config, policies, paces))
 
 
 def _warnings(config: Config, policies: Mapping[str, Config], paces: Mapping[str, Pace]) -> Iterable[str]:

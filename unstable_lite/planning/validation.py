@@ -105,8 +105,7 @@ def find_engine_problems(config: Config, has_learner: bool = False) -> list[str]
             found += _chat_problems(config)
     except ModelError as error:
         found.append(str(error))
-    problems += found
-    problems += _unknown("engine.kind", config.engine.kind, ENGINE_KINDS, may_be_import=True)
+    problems += found + _unknown("engine.kind", config.engine.kind, ENGINE_KINDS, may_be_import=True)
     return [*problems, *server_problems(config.engine)]
 
 
@@ -134,8 +133,7 @@ def adapter_problems(where: str, directory: Path, config: Config) -> Iterator[st
         ("lora_alpha", float(stored["lora_alpha"]), float(lora.lora_alpha)),
         ("target_modules", sorted(stored["target_modules"]), sorted(lora.target_modules)),
     )
-    different = [f"{key} is {value}, not {ours}" for key, value, ours in pairs if value != ours]
-    if different:
+    if different := [f"{key} is {value}, not {ours}" for key, value, ours in pairs if value != ours]:
         yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set section lora to the same"
 
 
@@ -224,8 +222,7 @@ def _env_problems(config: Config) -> Iterator[str]:
         if spec.reward_scale is not None and not is_openspiel(spec.env_id):
             yield f"{where}: reward_scale = {spec.reward_scale:g} is for openspiel:NAME only; leave it out"
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
-        for problem in extraction_problems(spec.action_extraction_fn):
-            yield f"{where}: {problem}"
+        yield from (f"{where}: {problem}" for problem in extraction_problems(spec.action_extraction_fn))
         opponents = (spec.fixed_opponent,) if isinstance(spec, EvalEnvSpec) else trained.get(spec.env_id, ())
         for name in opponents if spec.num_players > 1 else ():
             plays_all = parse_player(name).is_frozen or is_policy(name)

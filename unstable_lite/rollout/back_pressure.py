@@ -221,10 +221,11 @@ class InFlight:
         self._seats[spec.env_id] += seats
         self._means.setdefault(spec.env_id, float(spec.max_turns) / spec.num_players)
 
-    def end(self, game_idx: int, steps: int | None) -> int:
+    def end(self, game_idx: int, steps: int | None) -> int | None:
         """Count a game's end and its steps; return its birth, for `arrive`.
 
-        steps: None for a game of which steps are dropped because their lineage has ended; it says nothing of others.
+        steps: None for a game of which steps are dropped because their lineage has ended; it says nothing of others,
+        and neither does its birth, which is None.
         """
         game = self._games.pop(game_idx, None)
         if game is None:  # the buffer is used without a collector
@@ -232,16 +233,16 @@ class InFlight:
         self._seats[game.env_id] -= game.seats
         self._produced += steps or 0
         for ended, brought in self._ends.end(game_idx, (game, steps)):
-            if brought is None:
-                continue
-            self._ended[ended.env_id] += 1
-            rate = max(2 / (self._ended[ended.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
-            self._means[ended.env_id] += rate * (brought / max(ended.seats, 1) - self._means[ended.env_id])
-        return game.born
+            if brought is not None:
+                self._ended[ended.env_id] += 1
+                rate = max(2 / (self._ended[ended.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
+                self._means[ended.env_id] += rate * (brought / max(ended.seats, 1) - self._means[ended.env_id])
+        return None if steps is None else game.born
 
-    def arrive(self, born: int, steps: int) -> None:
+    def arrive(self, born: int | None, steps: int) -> None:
         """Record the lifetime of a game or group whose steps are ready for the learner."""
-        self._lifetimes.append((self._produced - born, steps))
+        if born is not None:
+            self._lifetimes.append((self._produced - born, steps))
 
     def measure(self) -> None:
         """Compute the spreads from the newest lifetimes."""

@@ -197,14 +197,13 @@ class Buffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return totals, the random stream and the transforms' memory, but not the waiting steps."""
-        transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
         return {
             **({"first_version": self.first_version} if self.first_version else {}),
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "counts": self.counts.state_dict(),
             "in_flight": None if self.in_flight is None else self.in_flight.state_dict(),
             "rng": state_of(self._rng),
-            "transforms": transforms,
+            "transforms": [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms],
             "rejection": None if self.rejection is None else self.rejection.state_dict(),
         }
 
@@ -226,7 +225,7 @@ class Buffer:
                 transform.load_state_dict(saved)
         self.first_version = state.get("first_version", 0)
 
-    def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
+    def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int | None, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""
         own = [one for one in record.trajectories if one.model.policy == self.policy and record.end != "void"]
         trajectories = [one for one in own if (one.model.adapter_version or 0) >= self.first_version]
@@ -358,7 +357,7 @@ class StepBuffer(Buffer):
         group = self._groups.setdefault(record.spec.group_idx, Group())
         group.num_games += 1
         trajectories, born, _ = self._end_game(record)
-        group.born = born if group.born is None else min(group.born, born)
+        group.born = min((each for each in (group.born, born) if each is not None), default=None)
         for trajectory in trajectories:
             if trajectory.steps:  # a player without a turn has no step rewards to compare
                 set_rewards(trajectory, self._final, self._step, self.batches)
@@ -380,7 +379,7 @@ class StepBuffer(Buffer):
         self.added, self.drained = self.added + self.steps_in_groups, self.drained + self.steps_in_groups
         self.steps_in_groups = 0
         for group in self._groups.values():
-            group.trajectories.clear()
+            group.trajectories, group.born = {}, None
         super().begin_again(first_version, transforms)
 
     def state_dict(self) -> dict[str, Any]:

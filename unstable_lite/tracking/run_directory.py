@@ -151,8 +151,7 @@ def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
 
 def runs_in(outputs: Path) -> list[Path]:
     """Return the run directories in `outputs`. Raises UnstableError if there is none."""
-    found = [path.parent for path in outputs.glob(RUNS)]
-    if not found:
+    if not (found := [path.parent for path in outputs.glob(RUNS)]):
         raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
     return found
 

@@ -195,9 +195,8 @@ class Tracker:
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Write the batch that update number `update` trained on; `version` is that of the policy before it.
 
-        logprobs: of each step of the batch under this policy, or empty.
-
-        Waits until the previous batch is on disk, but not for this one.
+        logprobs: of each step of the batch under this policy, or empty. Waits until the previous batch is on disk, but
+        not for this one.
         """
         with self.failures.survived("train_data"):
             await self._train_data.write(update, version, batch, logprobs)

@@ -312,7 +312,10 @@ def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Pat
 def test_measures_of_a_run_of_roles_are_those_of_a_policy(tmp_path: Path) -> None:
     kuhn = "openspiel:kuhn_poker"
     env = {"env_id": kuhn, "num_players": 2, "seats": ["main", "second"], "prompt_template": "tiny"}
-    base = EXACT | {"policies": {"main": {}, "second": {}}, "train_envs": [env]}
+    policies = {name: {"opponents": "mirror"} for name in ("main", "second", "third")}
+    nim = SCRIPTED["train_envs"][0] | {"num_actors": 1}
+    base = EXACT | {"policies": policies, "train_envs": [env, nim]}
+    base["eval_envs"] = [{"env_id": kuhn, "num_players": 2, "fixed_opponent": "scripted:random"}]
 
     def measures_of(*metrics: str) -> list[str | None]:
         measures = {metric: {"metric": metric} for metric in metrics}
@@ -322,7 +325,13 @@ def test_measures_of_a_run_of_roles_are_those_of_a_policy(tmp_path: Path) -> Non
 
     found = [f"main/exploitability/{kuhn}", f"second/exploitability_legal/{kuhn}"]
     assert measures_of(*found) == found and set(measures_of()) == {f"main/exploitability/{kuhn}"}
-    for metric in (f"exploitability/{kuhn}", f"state_dependence/{kuhn}", f"exploitability_average/{kuhn}"):
+    kinds = (
+        "exploitability",
+        "third/exploitability",
+        "state_dependence",
+        "exploitability_average",
+    )  # the third has no seat
+    for metric in (f"{kind}/{kuhn}" for kind in kinds):
         with pytest.raises(ConfigError, match=f"arm 'one' has no {metric}"):
             measures_of(metric)
 

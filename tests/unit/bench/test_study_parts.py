@@ -22,12 +22,13 @@ from unstable_lite.orchestrator.checkpoint import save_checkpoint
 from unstable_lite.tracking.run_directory import to_toml
 
 ENV = "Nim-v0-train"
+NIM = {"env_id": ENV, "num_players": 2, "prompt_template": "tiny"}
 BASE: dict[str, Any] = {
     "model_name": "builtin:tiny",
     "run": {"learning_steps": 4, "eval_games": 4, "num_eval_workers": 0, "num_collection_workers": 12},
     "engine": {"kind": "scripted", "temperature": 1.0, "max_model_len": 512, "max_generation_len": 12},
     "learner": {"batch_size": 12},
-    "train_envs": [{"env_id": ENV, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
+    "train_envs": [NIM | {"num_actors": 2}],
     "eval_envs": [{"env_id": ENV, "num_players": 2, "fixed_opponent": "scripted:random"}],
 }
 STUDY: dict[str, Any] = {
@@ -80,7 +81,7 @@ def make_run(checked: Checked, arm: int, seed: int, directory: Path, points: flo
 def make_results(checked: Checked, directory: Path, seeds: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Results:
     results = Results()
     for (index, arm), seed in itertools.product(enumerate(checked.study.arms), seeds):
-        run = make_run(checked, index, seed, directory, points=0.1 * seed + 0.2 * index)
+        run = make_run(checked, index, seed, directory, points=0.1 * seed + 0.2 * index + 0.02 * index * (seed - 3))
         record_run(checked, arm, seed, run, results)
     return results
 
@@ -136,6 +137,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "points of no main policy": (
         changed(base=BASE | {"policies": {"first": {"opponents": "mirror"}}}),
         "measures.points, last: arm 'one' has no points against scripted:random",
+    ),
+    "points of main against itself": (
+        changed(
+            base=BASE | {"policies": {"main": {}}, "eval_envs": [NIM | {"fixed_opponent": "policy:main"}]},
+            measures={"points, last": {"opponent": "policy:main"}},
+        ),
+        "measures.points, last: arm 'one' has no points against policy:main",
     ),
 }
 
@@ -205,6 +213,10 @@ def test_aggregates_and_differences_are_the_hand_computed_ones(tmp_path):
         f"from one, with 95 % t intervals: two & more 0.225 ({number(0.225 - half)} to {number(0.225 + half)}; n = 4)."
     )
     assert said in to_markdown(study, content, [])
+    for record in records:
+        record["measures"]["points, last"] = 0.2 * (record["arm"] == "one")
+    equal = next(row for row in summarise(study, records)["differences"] if row["measure"] == "points, last")
+    assert (equal["mean"], equal["interval_of_mean"]) == (-0.2, None), "equal differences have no t interval"
     unknown = [row for row in content["aggregates"] if row["measure"] == "loss, mean"]
     assert [(row["n"], row["mean"], row["interval"]) for row in unknown] == [(0, None, None)] * 2
 
@@ -283,7 +295,7 @@ def test_page_and_table_show_the_numbers_of_the_file(tmp_path):
         assert f"| {row['arm']} | {' | '.join(numbers)} |" in table
     assert [row[1] for row in cells(page, "differences")] == ["two & more"] * 2
     assert "arm, minus one" in page and "from one, with 95 % t intervals: two &amp; more 0.2 (" in page
-    assert cells(page, "differences")[1][2:] == ["5", "0.2", "0.2", "0.2 – 0.2", "1, 2, 3, 4, 5"]
+    assert cells(page, "differences")[1][2:] == ["5", "0.2", "0.2", "0.1667 – 0.2333", "1, 2, 3, 4, 5"]
     assert [float(row[3]) for row in cells(page, "runs")] == [
         run["measures"]["points, last"] for run in content["runs"]
     ]

@@ -222,11 +222,13 @@ def test_check_says_how_many_updates_a_policy_has_if_its_schedule_spans_a_lineag
     assert texts[1].startswith("exploiter: 50% of the updates, about 100;")
 
 
+@pytest.mark.parametrize("name", ["main", "exploiter"])
 @pytest.mark.parametrize(("rule", "is_reached"), [({"at_updates": 99}, True), ({"at_updates": 100}, False)])
-def test_check_warns_of_a_restart_that_the_policy_does_not_reach(rule, is_reached):
-    policies = {"exploiter": {"opponents": "policy:main", "share": 0.5, "restart": rule}}
+def test_check_warns_of_a_restart_that_the_policy_does_not_reach(name, rule, is_reached):
+    policies = {"exploiter": {"opponents": "policy:main", "share": 0.5}, "main": {"opponents": "mirror"}}
+    policies[name]["restart"] = rule
     texts = [text for name, text in make_plan(config_of(policies=policies)).describe() if name == "warning"]
-    said = "policies.exploiter.restart.at_updates = 100: the policy makes only 100 updates"
+    said = f"policies.{name}.restart.at_updates = 100: the policy makes only 100 updates"
     assert any(text.startswith(said) for text in texts) != is_reached
 
 

@@ -15,6 +15,7 @@ from test_alarms import evaluation
 from fakes.game_records import RANDOM, make_record, make_spec, make_step, make_trajectory
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.orchestrator.alarms import Reading
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.rollout.buffer import StepBuffer
 from unstable_lite.tracking.tracker import Tracker
@@ -150,7 +151,7 @@ def test_a_collapse_is_judged_by_policy_and_not_against_one_that_learns(watched)
     def evaluate(model: str, wins: int, step: int, opponent: str) -> None:
         one = replace(evaluation(wins, step=step), model=model, opponent=opponent)
         watched.tracker.evaluations.append(one)
-        watched.health.check_evaluation(one, 0)
+        watched.health.check_evaluation(one)
 
     for opponent in ("scripted:random", "policy:exploiter", "policy:exploiter/past"):
         evaluate("main/ckpt-4", 390, 10, opponent)
@@ -212,19 +213,33 @@ def test_new_lineage_is_not_compared_with_the_games_of_the_one_before(watched):
 
 
 def test_new_lineage_has_no_alarm_of_the_one_before_and_is_not_compared_with_its_late_evaluation(watched):
-    def evaluate(wins: int, version: int) -> None:
-        one = replace(evaluation(wins, step=version), model="exploiter/ckpt-1", opponent="scripted:random")
+    def evaluate(wins: int, step: int) -> None:
+        one = replace(evaluation(wins, step=step), model="exploiter/ckpt-1", opponent="scripted:random")
         watched.tracker.evaluations.append(one)
-        watched.health.check_evaluation(one, version)
+        watched.health.check_evaluation(one)
 
     found = {"exploitability/openspiel:kuhn_poker": 0.1}
     watched.health.check_exploitability(found, "main")
     evaluate(390, 1)
     evaluate(20, 1)
     assert "on: collapse" in watched.health.status() and watched.health.collapsed()
+    watched.health.check_update(2, {}, "exploiter")
     watched.health.forget("exploiter", 2)
+    saved = json.loads(json.dumps(watched.health.state_dict()))
     evaluate(390, 1)
     evaluate(20, 2)
     watched.health.check_exploitability({name: 0.8 for name in found}, "main")  # of both seats
-    assert "on:" not in watched.health.status() and not watched.health.collapsed()
+    resumed = watched.new_health()
+    resumed.load_state_dict(saved)
+    for health in (watched.health, resumed):
+        assert "on:" not in health.status() and not health.collapsed()
     assert len(watched.alarms) == 1
+
+
+def test_an_alarm_of_another_policy_at_the_seats_stays_if_a_policy_begins_again(watched):
+    kuhn = "openspiel:kuhn_poker"
+    for _ in range(5):
+        watched.health._judge([Reading(alarm="invalid_moves", value=1.0, n=1000, subject=kuhn)], "main")
+    assert "on: invalid_moves" in watched.health.status()
+    watched.health.forget("exploiter", 2)
+    assert "on: invalid_moves" in watched.health.status()

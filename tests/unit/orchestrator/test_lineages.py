@@ -44,6 +44,18 @@ def test_games_of_one_deal_are_not_counted_as_independent_ones():
     assert _reason(policy_of(points, group=8), rule) is None
 
 
+async def test_policy_does_not_begin_again_after_its_own_last_update():
+    policies = {name: {"opponents": "mirror", "restart": {"at_updates": 99}} for name in ("main", "exploiter")}
+    config = Config.model_validate({"policies": policies, "train_envs": [ENV], "run": {"learning_steps": 200}})
+    made = {"main": 100, "exploiter": 99}
+    trained = {name: SimpleNamespace(name=name, results=[], updates=n, began=0) for name, n in made.items()}
+    parts: Any = SimpleNamespace(plan=SimpleNamespace(config=config), policies=trained)
+    await Lineages(parts).restart_if_due(parts.policies["main"])
+    parts.policies["main"].updates = 99
+    with pytest.raises(AttributeError, match="next_version"):  # it begins: these policies are not whole
+        await Lineages(parts).restart_if_due(parts.policies["main"])
+
+
 ENV = {"env_id": "E", "num_players": 2, "num_actors": 1}
 
 

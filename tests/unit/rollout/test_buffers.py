@@ -82,6 +82,7 @@ async def test_new_lineage_learns_from_no_step_and_no_average_of_the_one_before(
     in_flight.begin(game(4).spec, "main")
     buffer.begin_again(5, (RoleAdvantageFormatter(role_adv=0.0), None, None))
     buffer.add_game(game(4))  # it was in flight
+    assert len(in_flight.state_dict()["lifetimes"]) == 1, "no lifetime of a game of which steps are dropped"
     in_flight.begin(game(5).spec, "main")
     assert in_flight.steps == 10.0, "no mean of steps that are dropped"
     assert (buffer.size(), buffer.drained, buffer.dropped_stale) == (0, 4, 0)
@@ -300,6 +301,19 @@ async def test_group_reaches_the_batch_only_when_complete():
     assert advantages["0.0"] == advantages["0.1"] == pytest.approx(1.5**0.5)
     assert advantages["1.0"] == advantages["1.1"] == pytest.approx(0)
     assert advantages["2.0"] == pytest.approx(-(1.5**0.5))
+    assert_balanced(buffer)
+
+
+async def test_group_of_an_ended_lineage_has_no_lifetime():
+    buffer = make_grouped_buffer(2)
+    in_flight = buffer.in_flight = InFlight(4, 4, None, {})
+    for index in range(2):
+        record = make_game([1.0], game_idx=index)
+        in_flight.begin(record.spec)
+        buffer.add_game(record)
+        if index == 0:
+            buffer.begin_again(5, (None, None, None))
+    assert in_flight.state_dict()["lifetimes"] == [] and buffer.drained == 2
     assert_balanced(buffer)
 
 

@@ -60,8 +60,7 @@ def sections(runs: Sequence[RunData], curves: Collection[str]) -> list[dict[str,
         for env_id, metric in known:
             title = metric.title or metric.label[:1].upper() + metric.label[1:]
             title += f", {env_id}" * bool(has_envs and env_id)
-            chart = {"name": metric.name, "title": named(policy, title), "explain": metric.meaning}
-            charts[metric.topic].append(chart)
+            charts[metric.topic].append({"name": metric.name, "title": named(policy, title), "explain": metric.meaning})
         of_run = {named(policy, TOPICS[topic]): of_topic for topic, of_topic in charts.items()}
         titled |= {title: shown for title, shown in of_run.items() if shown or "" in policies}
     titled[f"Every recorded curve ({len(curves)})"] = [{"name": name, "title": name} for name in sorted(curves)]
