@@ -82,10 +82,8 @@ class TrainingHealth(GameListener):
         self.unpaused = asyncio.Event()
         """Event that lets games start while it is set."""
         self.unpaused.set()
-        self._config = config
-        self._directory = directory
-        self._buffers = buffers
-        self._tracker = tracker
+        self._config, self._directory = config, directory
+        self._buffers, self._tracker = buffers, tracker
         self._say = say
         self._stop = stop
         self._alarms = Alarms(config.alarms)

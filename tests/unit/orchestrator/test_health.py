@@ -225,10 +225,10 @@ async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(wat
 async def test_collapse_names_the_best_kept_checkpoint(watched):
     for name in ("ckpt-4", "ckpt-10", "ckpt-5-best"):  # the last is a user's copy
         (watched.directory / "checkpoints" / name).mkdir(parents=True)
-    watched.health.check_evaluation(evaluation(20, step=0), 0)
-    watched.health.check_evaluation(evaluation(90, step=5), 0)
+    watched.health.check_evaluation(evaluation(20, step=0))
+    watched.health.check_evaluation(evaluation(90, step=5))
     assert watched.health.collapsed() == []
-    watched.health.check_evaluation(evaluation(10, step=10), 0)
+    watched.health.check_evaluation(evaluation(10, step=10))
     (alarm,) = watched.tracker.alarms
     assert re.search(r"collapse: .*E .*O: ckpt-10 10\.0 %.* 100 ", alarm)
     (collapsed,) = watched.health.collapsed()
@@ -237,20 +237,20 @@ async def test_collapse_names_the_best_kept_checkpoint(watched):
     assert collapsed.endswith(f"{watched.directory / 'checkpoints' / 'ckpt-4'}")
     (watched.directory / "adapters" / "ckpt-5").mkdir(parents=True)
     assert watched.health.collapsed()[0].endswith(f"{watched.directory / 'adapters' / 'ckpt-5'}")
-    watched.health.check_evaluation(evaluation(88, step=15), 0)
+    watched.health.check_evaluation(evaluation(88, step=15))
     assert watched.health.collapsed() == []
 
 
 async def test_resume_keeps_the_best_result_and_repeats_no_alarm(watched):
     watched.tracker.evaluations = [evaluation(90, step=5), evaluation(10, step=10)]
-    watched.health.check_evaluation(watched.tracker.evaluations[0], 0)
+    watched.health.check_evaluation(watched.tracker.evaluations[0])
     state = json.loads(json.dumps(watched.health.state_dict()))
     resumed = watched.new_guard()
     resumed.load_state_dict(state)
     assert watched.logged == []
     assert resumed.state_dict()["contests"]["evaluation of E against O"]["compared"] == 2
     assert "ckpt-10 10.0 %" in resumed.collapsed()[0]
-    resumed.check_evaluation(evaluation(12, step=15), 0)
+    resumed.check_evaluation(evaluation(12, step=15))
     assert watched.logged == []
     assert resumed.check_update(16, {})["alarms/collapse"] == 1
 
@@ -313,7 +313,7 @@ async def test_ends_outside_of_the_rules_raise_an_alarm_by_reason(watched):
     watched.health.load_state_dict(health)
     assert not watched.tracker.alarms[1:]
     watched.play(512)
-    watched.health.check_evaluation(evaluation(wins=50, step=3), 0)
+    watched.health.check_evaluation(evaluation(wins=50, step=3))
     assert re.match(r"ended_early, on since update 2, has ended: 0\.0%.*context_full in E", watched.logged[-1])
     assert watched.health.status() == "  alarms 1"
 
