@@ -36,6 +36,10 @@ GAMES = 256
 STATE = ("kind", "update", "state_dict", "load_state_dict")
 
 
+def _any_model(_model: ModelRef) -> bool:
+    return True
+
+
 @from_reference(unused={"logging_dir"})
 class GameScheduler:
     """Scheduler of training and evaluation games; the n-th game of either kind does not depend on the other kind."""
@@ -96,7 +100,7 @@ class GameScheduler:
         return {**of_policies, "env_sampler": self._env_sampler}
 
     def next_train_job(
-        self, can_play: Callable[[ModelRef], bool] = lambda _: True, wanting: Sequence[str] | None = None
+        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
     ) -> GameSpec:
         """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
@@ -202,7 +206,7 @@ class GameScheduler:
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
     def next_train_group(
-        self, can_play: Callable[[ModelRef], bool] = lambda _: True, wanting: Sequence[str] | None = None
+        self, can_play: Callable[[ModelRef], bool] = _any_model, wanting: Sequence[str] | None = None
     ) -> list[GameSpec]:
         """Return `group_size` games that differ only in their number, and so in the actions that models sample.
 
@@ -222,7 +226,7 @@ class GameScheduler:
         spec: EvalEnvSpec | None = None,
         model: ModelRef | None = None,
         label: str | None = None,
-        can_play: Callable[[ModelRef], bool] = lambda _: True,
+        can_play: Callable[[ModelRef], bool] = _any_model,
         number: int | None = None,
     ) -> GameSpec:
         """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.

@@ -48,6 +48,7 @@ SHARING = {
     "split": "engine and learner compute at the same time",
     "sleep": "engines sleep while the learner learns, and each is checked when it wakes",
 }
+
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Oldest GPU driver for each major version of CUDA (NVIDIA's release notes of CUDA, "minor version compatibility")."""
 NCCL_BYTES = GIB

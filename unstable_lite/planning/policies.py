@@ -94,9 +94,10 @@ def policy_warnings(config: Config) -> Iterator[str]:
                 f"policies.{name}: no other policy plays it; name 'policy:{name}' in the opponents of another or as "
                 "fixed_opponent of an eval env, or give it a seat"
             )
-    final = final_updates(config, dict.fromkeys(config.shares, 0))
-    for name, rule in ((name, policy.restart) for name, policy in config.policies.items()):
-        if rule is not None and rule.at_points is None and (rule.at_updates or 0) >= final[name]:
+    rules = {name: policy.restart for name, policy in config.policies.items() if policy.restart is not None}
+    final = final_updates(config, dict.fromkeys(config.shares, 0)) if rules else {}
+    for name, rule in rules.items():
+        if rule.at_points is None and (rule.at_updates or 0) >= final[name]:
             yield (
                 f"policies.{name}.restart.at_updates = {rule.at_updates}: the policy makes only {final[name]} updates, "
                 "so it does not begin again; lower at_updates, or set at_points"
@@ -110,7 +111,7 @@ def furthest_behind(updates: Mapping[str, int], shares: Mapping[str, float]) -> 
 
 def final_updates(config: Config, updates: Mapping[str, int]) -> Counter[str]:
     """Return the number of updates that each policy will have made at the run's end, if it has made `updates`."""
-    final = Counter(updates)
-    while final.total() < config.run.learning_steps:
-        final[furthest_behind(final, config.shares)] += 1
+    final, shares = Counter(updates), config.shares
+    for _ in range(config.run.learning_steps - final.total()):
+        final[furthest_behind(final, shares)] += 1
     return final

@@ -91,10 +91,12 @@ _OF_ENV = (
     Metric("turns a game", "collection-{}/Game Length", topic="health"),
     Metric("tokens a turn", "collection-{}/Response Length (token)", topic="health"),
 )
+
 _SHARE = re.compile(
     r"(Points|Rate|Rate - \w+|Optimal Moves|invalid move|share|clipped|/clip_fraction|/pct_\w+|learner/zero_advantage)"
     r"( \(.*\)| low| high)*$|/(Draw|Truncated|Pct\. .*|(repeated|identical)_\w+|value_dir_acc)$"
 )
+
 OF_RUN = ("alarms", "ended", "inference", "opponents", "run", "transport")
 """Groups of metrics that are the run's, not one of its policies'."""
 

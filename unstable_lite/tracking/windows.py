@@ -24,6 +24,7 @@ WINDOW = 512
 
 Entries = dict[tuple[str, str], list[float]]
 """Values by sample size (`n`, `n (turns)`, …) and metric name."""
+
 Judged = tuple[str, int, str, str, Any]
 SCORED, VALID, ENDED = "points", "without an own invalid move", "reasons"
 """Kinds of windows that alarms judge: points in games against one fixed opponent, and of whole games by env."""
