@@ -122,7 +122,7 @@ def test_a_file_has_texts_numbers_and_ids(tmp_path):
         (b'{"question": "a", "answer": " "}', "the question or the answer is empty"),
         (b'{"question": "a", "answer": 1}\n{"question": "a ", "answer": 2}', ".jsonl:2: line 1 has the same question"),
         (b'{"question": "a", "answer": 1, "id": 1}\n{"question": "b", "answer": 2, "id": "1"}', "has the same id"),
-        ('{"question": "café", "answer": 1}'.encode("latin-1"), ".jsonl:1: "),
+        ('{"question": "café", "answer": 1}'.encode("latin-1"), ".jsonl:1: Invalid UTF-8"),
         ('{"question": "a", "answer": 1}'.encode("utf-16"), ".jsonl:1: "),
         (b"x\n" * 10, "; 7 more lines are invalid; write a question a line"),
     ],
@@ -130,8 +130,8 @@ def test_a_file_has_texts_numbers_and_ids(tmp_path):
 def test_bad_file_is_refused_with_file_and_line(tmp_path, content, says):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
-    problem = probe(f"questions:{path}", 1).problem
-    assert problem is not None and says in problem and str(path) in problem
+    problem = str(probe(f"questions:{path}", 1).problem).replace("'utf-8' codec can't decode", "Invalid UTF-8")
+    assert says in problem and str(path) in problem  # the second wording is msgspec's since 0.23
 
 
 def test_what_is_not_a_readable_file_is_refused(tmp_path, monkeypatch):

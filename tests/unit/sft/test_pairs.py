@@ -144,7 +144,7 @@ def test_bad_lines_are_refused_together_with_their_numbers(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_pairs(path, ENV_IDS)
     for number, (problem, (_, says)) in enumerate(zip(caught.value.problems, bad, strict=True), start=2):
-        assert f"{path}:{number}: " in problem and says.lower() in problem.lower()
+        assert f"{path}:{number}: " in problem and says in problem.replace("UTF-8", "utf-8")  # msgspec 0.23
     path.write_text("{\n" * 30)
     with pytest.raises(ConfigError, match="20 more"):
         read_pairs(path, ENV_IDS)
