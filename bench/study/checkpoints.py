@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -73,8 +73,7 @@ def exploiter_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     learned = {
         update: fmean(tree.outcomes(target, seat, own).utility for seat in (0, 1)) for update, own in policies.items()
     }
-    is_beatable = exact > EQUILIBRIUM
-    missed = {update: 1 - value / exact for update, value in learned.items()} if is_beatable else {}
+    missed = {update: 1 - value / exact for update, value in learned.items() if exact > EQUILIBRIUM}
     last = max(learned)
     curves = {
         "learned": learned,
@@ -108,36 +107,10 @@ def language_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     `answers`: mean log-probability of the right answer to `QUESTIONS`, with the end of its line; `of_base`: that of the
     base, for comparison. `kl`: mean KL(policy ‖ base) of the next token in `TEXTS` paragraphs that are not games.
     """
-    place = resolve_model(config.model_name)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place)
-    tokens = partial(tokenizer, add_special_tokens=False)
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, place, dtype=torch.float32)
-    parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= LONG)
-    texts = [tokens(part)["input_ids"][:TEXT_TOKENS] for part in islice(dict.fromkeys(parts), TEXTS)]
-    asked = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    questions = [
-        (tokens(f"Question: {one['question']}\nAnswer:")["input_ids"], tokens(f" {one['answer']}\n")["input_ids"])
-        for one in asked
-    ]
-
-    @torch.inference_mode()
-    def next_logp_TV(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
-
-    def answers(model: torch.nn.Module) -> float:
-        found = ((next_logp_TV(model, prompt + answer)[len(prompt) - 1 : -1], answer) for prompt, answer in questions)
-        return fmean(float(logp_TV[range(len(answer)), answer].sum()) for logp_TV, answer in found)
-
-    def divergence(model: torch.nn.Module, text: list[int]) -> float:
-        logp_TV, base_logp_TV = next_logp_TV(model, text), next_logp_TV(base, text)
-        return float(functional.kl_div(base_logp_TV, logp_TV, reduction="batchmean", log_target=True))
-
-    base, curves = load(), Curves()
-    of_base = answers(base)
+    place, curves = resolve_model(config.model_name), Curves()
+    of_base, _ = _language(place, None)
     for update, model in _ends(directory):
-        own = base if model.path is None else peft.PeftModel.from_pretrained(load(), model.path)
-        numbers = answers(own), of_base, fmean(divergence(own, text) for text in texts)
-        for value, number in zip(LANGUAGE_VALUES, numbers, strict=True):
+        for value, number in zip(LANGUAGE_VALUES, (*_language(place, model.path), of_base), strict=True):
             curves.setdefault(f"{LANGUAGE}/{value}", []).append((update, number))
     return curves
 
@@ -149,6 +122,34 @@ COMPUTED: dict[str, Callable[[Path, Config, str], Curves]] = {
     STATE_DEPENDENCE: dependence_curve,
 }
 """Functions that return the curves of a kind of measure, by the kind."""
+
+
+@cache  # the runs of a study have one base, and often one start
+@torch.inference_mode()
+def _language(place: str, adapter: Path | None) -> tuple[float, float]:
+    """Return `answers` and `kl` of `language_curves` for an adapter, or for the base itself."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    model = base if adapter is None else peft.PeftModel.from_pretrained(base, adapter)
+
+    def next_logp_TV(ids: list[int]) -> torch.Tensor:
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+
+    answers, divergences = list[float](), list[float]()
+    for asked in map(json.loads, QUESTIONS.read_text(encoding="utf-8").splitlines()):
+        prompt, answer = encode(f"Question: {asked['question']}\nAnswer:"), encode(f" {asked['answer']}\n")
+        answer_logp_TV = next_logp_TV(prompt + answer)[len(prompt) - 1 : -1]
+        answers.append(float(answer_logp_TV[range(len(answer)), answer].sum()))
+    if adapter is None:
+        return fmean(answers), 0.0
+    parts = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) >= LONG)
+    for ids in (encode(part)[:TEXT_TOKENS] for part in islice(dict.fromkeys(parts), TEXTS)):
+        logp_TV = next_logp_TV(ids)
+        with model.disable_adapter():
+            base_logp_TV = next_logp_TV(ids)
+        divergences.append(float(functional.kl_div(base_logp_TV, logp_TV, reduction="batchmean", log_target=True)))
+    return fmean(answers), fmean(divergences)
 
 
 def _exact_env(config: Config, env_id: str) -> EnvSpec:

@@ -94,8 +94,7 @@ class _Session:
             for task in self._left:
                 make_warm_start(self._checked, task, self._say)
             run_all(self._left.copy(), jobs, lambda task: self._announce(task, jobs), self._ended, self._say)
-        notes = self._write()
-        for text in (*notes, *self._failed, f"results: {self._json}; page: {self._page}"):
+        for text in (*self._write(), *self._failed, f"results: {self._json}; page: {self._page}"):
             self._say(text)
         return not self._failed and len(self._results.of(self._checked)) == len(self._tasks)
 

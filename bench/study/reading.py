@@ -31,7 +31,7 @@ EXPLOITER = "exploiter"
 STATE_DEPENDENCE = "state_dependence"
 LANGUAGE = "language"
 """Kinds of measures that are computed after a run from its start and its last checkpoint."""
-LANGUAGE_VALUES = ("answers", "of_base", "kl")
+LANGUAGE_VALUES = ("answers", "kl", "of_base")
 EXPLOITER_VALUES = ("learned", "exact", "missed", "untrained")
 TARGET = "target:"
 """Start of the name of an opponent that is a checkpoint of a target's run."""
