@@ -28,8 +28,8 @@ from unstable_lite.tracking.run_directory import RUNS, to_toml
 from unstable_lite.types import BASE
 
 POLL_S = 0.2
-PATIENCE_S = 120.0
-"""Time that runs have to finish an update and save it before they are killed."""
+PATIENCE_S = 900.0
+"""Time that runs have to finish an update, with its exact evaluation, and save it before they are killed."""
 TAIL_LINES = 8
 PR_SET_PDEATHSIG = 1
 """Number of this request in Linux's prctl."""
