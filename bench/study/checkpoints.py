@@ -73,7 +73,7 @@ def exploiter_curves(directory: Path, config: Config, _env_id: str) -> Curves:
     learned = {
         update: fmean(tree.outcomes(target, seat, own).utility for seat in (0, 1)) for update, own in policies.items()
     }
-    missed = {update: 1 - value / exact for update, value in learned.items() if exact > EQUILIBRIUM}
+    missed = {update: 1 - value / exact for update, value in learned.items()} if exact > EQUILIBRIUM else {}
     last = max(learned)
     curves = {
         "learned": learned,
