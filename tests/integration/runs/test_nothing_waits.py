@@ -88,7 +88,7 @@ def worker_of(loop: TrainLoop, name: str) -> WorkerProcess:
 async def test_games_continue_during_updates_and_updates_during_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = {"kind": "scripted", "max_loras": 10**4}  # games are faster than the learner: slots must not limit them
+    fast = {"kind": "scripted", "max_loras": 10**6}  # games are faster than the learner: slots must not limit them
     buffer = {"buffer_size": 10**6, "max_staleness": 10**6}
     training = Training(config_for(tmp_path, engine=fast, buffer=buffer, run={"checkpoint_every": 1}))
     loop = await training.begin(limits_games=True)
