@@ -17,7 +17,7 @@ from unstable_lite.games.players.factory import _player_class
 from unstable_lite.games.players.scripted import ScriptedPlayer, random_legal_action
 from unstable_lite.types import UTILITY
 
-KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
+KUHN, LEDUC, LIARS_DICE = "openspiel:kuhn_poker", "openspiel:leduc_poker", "openspiel:liars_dice(dice_sides=3)"
 NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
 GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
 
@@ -195,7 +195,7 @@ def test_tree_search_finds_a_state_that_it_did_not_play_itself():
     assert player("scripted:mcts:500", "openspiel:tic_tac_toe", 0).action(game.observe()[1]) == "[2]"
 
 
-@pytest.mark.parametrize("env_id", [KUHN, GOOFSPIEL, "openspiel:matrix_brps", "openspiel:liars_dice(dice_sides=3)"])
+@pytest.mark.parametrize("env_id", [KUHN, NIM, GOOFSPIEL, "openspiel:matrix_brps", LIARS_DICE])
 def test_best_response_to_the_equilibrium_player_gains_next_to_nothing(env_id):
     tree, choices = flatten(env_id), {text: dict(choice) for text, choice in solved(env_id).items()}
     policy = [np.array([choices[s.observation].get(f"[{a}]", 0.0) for a in s.actions]) for s in tree.states]

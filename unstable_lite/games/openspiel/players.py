@@ -1,9 +1,8 @@
 """Scripted players for OpenSpiel's games. They see only the text that their seat is shown.
 
-`scripted:mcts:N` finds the state by following the game: from the state after its own last move it searches the moves
-of others for a state with the prompt it is shown. It is for games of perfect information, where that prompt determines
-the state; in others OpenSpiel's search would look at hidden cards. `scripted:cfr` looks its prompt up in a policy near
-the equilibrium.
+`scripted:mcts:N` follows the game: from the state after its own last move it searches the moves of others for a state
+with the prompt it is shown. It is for games of perfect information, where that prompt determines the state; in others
+the search would look at hidden cards. `scripted:cfr` looks its prompt up in a policy near the equilibrium.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.openspiel.game import OpenSpielGame, load_game, pyspiel
+from unstable_lite.games.openspiel.game_tree import solved_moves
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.scripted import ScriptedPlayer
 
@@ -57,16 +57,12 @@ class MctsPlayer(ScriptedPlayer):
 
     def candidates(self, observation: str) -> list[str]:
         """Return the best move found. Raises UnsupportedEnvError, or EnvError for a text of another game."""
-        game, library = _searchable(self.env_id), pyspiel()
+        game, library, draw = _searchable(self.env_id), pyspiel(), self._random.getrandbits
         state = _find(self.env_id, observation, (self._after, game.new_initial_state()))
-        evaluator = library.RandomRolloutEvaluator(1, self._random.getrandbits(31))
-        bot = library.MCTSBot(
-            game, evaluator, EXPLORATION, self._playouts, 100, True, self._random.getrandbits(31), False
-        )
-        action = bot.step(state)
-        names = {number: name for name, number in action_names(state, state.current_player()).items()}
-        self._after = state.child(action)
-        return [f"[{names[action]}]"]
+        evaluator = library.RandomRolloutEvaluator(1, draw(31))
+        bot = library.MCTSBot(game, evaluator, EXPLORATION, self._playouts, 100, True, draw(31), False)
+        self._after = state.child(found := bot.step(state))
+        return [f"[{name}]" for name, action in action_names(state, state.current_player()).items() if action == found]
 
 
 def _find(env_id: str, observation: str, starts: Iterable[Any]) -> Any:
@@ -126,7 +122,7 @@ def _searchable(env_id: str) -> Any:
 
 
 class CfrPlayer(ScriptedPlayer):
-    """`scripted:cfr`: a policy near the equilibrium, from CFR+ (Tammelin 2014), computed once per process."""
+    """`scripted:cfr`: a policy near the equilibrium, computed once per process."""
 
     def candidates(self, observation: str) -> list[str]:
         """Return every action of the policy. Raises UnsupportedEnvError, or EnvError for a text of another game."""
@@ -134,8 +130,7 @@ class CfrPlayer(ScriptedPlayer):
 
     def action(self, observation: str) -> str:
         actions, chances = zip(*self._policy(observation), strict=True)
-        (drawn,) = self._random.choices(actions, chances)
-        return str(drawn)
+        return str(self._random.choices(actions, chances)[0])
 
     def _policy(self, observation: str) -> list[tuple[str, float]]:
         try:
@@ -146,11 +141,14 @@ class CfrPlayer(ScriptedPlayer):
 
 @cache
 def solved(env_id: str) -> dict[str, list[tuple[str, float]]]:
-    """Return the average policy of CFR+ by prompt: each legal answer, in brackets, with its probability.
+    """Return the average policy of CFR+ (Tammelin 2014) by prompt: legal answers, in brackets, and their probabilities.
 
-    Raises UnsupportedEnvError for a game that is not zero-sum for two, has no information states, or is too large.
+    In a solved board game: equal chances for the optimal moves. Raises UnsupportedEnvError for a game that is not
+    zero-sum for two, is too large, or has no information states or one prompt for several of them.
     """
     game, library = _game(env_id, "cfr"), pyspiel()
+    if (optimal := solved_moves(env_id)) is not None:
+        return {shown: [(move, 1 / len(moves)) for move in moves] for shown, moves in optimal.items()}
     kind = game.get_type()
     if kind.utility.name != "ZERO_SUM" or game.num_players() != 2 or not kind.provides_information_state_string:
         raise UnsupportedEnvError(f"scripted:cfr plays zero-sum games of two with information states; not {env_id}")
@@ -165,9 +163,11 @@ def solved(env_id: str) -> dict[str, list[tuple[str, float]]]:
     policy, table = solver.tabular_average_policy().policy_table(), dict[str, list[tuple[str, float]]]()
     texts = {state.information_state_string(): state for state in decisions}
     for text, state in texts.items():
-        pid = state.current_player()
-        names = {action: name for name, action in action_names(state, pid).items()}
-        table[prompt(state, pid)] = [(f"[{names[action]}]", chance) for action, chance in policy[text]]
+        chances, pid = dict(policy[text]), state.current_player()
+        names = action_names(state, pid)
+        table[prompt(state, pid)] = [(f"[{name}]", chances[action]) for name, action in names.items()]
+    if len(table) < len(texts):
+        raise UnsupportedEnvError(f"scripted:cfr: in {env_id} several information states have one prompt")
     return table
 
 
