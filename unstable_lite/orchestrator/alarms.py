@@ -130,8 +130,8 @@ ALARMS = {
     ),
     "decline": Alarm(
         means="the policy is becoming worse, or relies on a habit that no longer wins",
-        advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
-        "lower learner.learning_rate or a learner.kl_coefficient above 0",
+        advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a lower "
+        "learner.learning_rate or buffer.max_staleness, or a learner.kl_coefficient above 0",
     ),
     "exploitability": Alarm(
         measured="a best response wins {detail} a game of {subject} ({n} decision states), {value:.0%} of the "
