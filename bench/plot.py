@@ -87,7 +87,7 @@ def _draw(chart: Chart) -> str:
         place = x_axis.place(x)
         text.append(f'<path d="M{place:.1f} {top}V{HEIGHT - BOTTOM}" class="grid"/>')
         fitting = int((WIDTH - LEFT - RIGHT) / len(ticks) / CHAR_WIDTH)
-        for number, line in enumerate(textwrap.wrap(name, max(fitting, 4))):
+        for number, line in enumerate(textwrap.wrap(name, max(fitting, 4), max_lines=3, placeholder="…")):
             text.append(_text(place, HEIGHT - BOTTOM + 16 + 12 * number, line, "middle"))
     for y in y_axis.ticks:
         place = y_axis.place(y)
@@ -119,7 +119,7 @@ def _legend(names: Sequence[str]) -> tuple[list[str], int]:
 
 
 def _mark(x: float, y: float, index: int, marks: str) -> str:
-    shape, colour = MARKS[index % len(MARKS)], COLOURS[index % len(COLOURS)]
+    shape, colour = MARKS[(index + index // len(COLOURS)) % len(MARKS)], COLOURS[index % len(COLOURS)]
     size = " scale(0.6)" if marks == "both" else ""
     return f'<path d="{shape}" transform="translate({x:.1f},{y:.1f}){size}" fill="{colour}" fill-opacity="0.85"/>'
 
