@@ -291,7 +291,7 @@ class BufferConfig(Section):
     """Number of steps waiting for the learner at which no new game starts; default 2 × batch_size."""
     max_staleness: int = Field(8, ge=0)
     """Most updates since a step was sampled. The number of games in flight is chosen so that their steps are trained on
-    in time; steps that are older nevertheless are dropped and counted. At a high learning rate 3 can be too many."""
+    in time; steps that are older nevertheless are dropped and counted. At a high learning rate 2 may be too many."""
     batch_delay_buffer: float = Field(1.0, ge=1)
     """Number of waiting steps, in batches, at which a batch is drawn. Reference: 1.5, which mixes games more and trains
     later."""

@@ -157,17 +157,17 @@ def solved(env_id: str) -> dict[str, list[tuple[str, float]]]:
     decisions = list(islice(_decisions(game.new_initial_state()), MOST_DECISIONS + 1))
     if len(decisions) > MOST_DECISIONS:
         raise UnsupportedEnvError(f"scripted:cfr: {env_id} has more than {MOST_DECISIONS} decision histories")
+    texts = {state.information_state_string(): state for state in decisions}
+    shown = {text: prompt(state, state.current_player()) for text, state in texts.items()}
+    if len({*shown.values()}) < len(shown):
+        raise UnsupportedEnvError(f"scripted:cfr: in {env_id} several information states have one prompt")
     solver = library.CFRPlusSolver(game)
     for _ in range(min(MOST_ITERATIONS, max(FEWEST_ITERATIONS, VISITS // len(decisions)))):
         solver.evaluate_and_update_policy()
     policy, table = solver.tabular_average_policy().policy_table(), dict[str, list[tuple[str, float]]]()
-    texts = {state.information_state_string(): state for state in decisions}
     for text, state in texts.items():
-        chances, pid = dict(policy[text]), state.current_player()
-        names = action_names(state, pid)
-        table[prompt(state, pid)] = [(f"[{name}]", chances[action]) for name, action in names.items()]
-    if len(table) < len(texts):
-        raise UnsupportedEnvError(f"scripted:cfr: in {env_id} several information states have one prompt")
+        chances, names = dict(policy[text]), action_names(state, state.current_player())
+        table[shown[text]] = [(f"[{name}]", chances[action]) for name, action in names.items()]
     return table
 
 
