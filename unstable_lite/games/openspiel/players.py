@@ -1,8 +1,7 @@
 """Scripted players for OpenSpiel's games. They see only the text that their seat is shown.
 
-`scripted:mcts:N` follows the game: from the state after its own last move it searches the moves of others for a state
-with the prompt it is shown. It is for games of perfect information, where that prompt determines the state; in others
-the search would look at hidden cards. `scripted:cfr` looks its prompt up in a policy near the equilibrium.
+`scripted:mcts:N` follows the game: after its own last move it searches the others' moves for a state with its prompt.
+It is for games of perfect information, where a prompt determines the state; in others it would look at hidden cards.
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ class MctsPlayer(ScriptedPlayer):
         state = _find(self.env_id, observation, (self._after, game.new_initial_state()))
         evaluator = library.RandomRolloutEvaluator(1, draw(31))
         bot = library.MCTSBot(game, evaluator, EXPLORATION, self._playouts, 100, True, draw(31), False)
-        self._after = state.child(found := bot.step(state))
-        return [f"[{name}]" for name, action in action_names(state, state.current_player()).items() if action == found]
+        best = bot.step(state)
+        self._after = state.child(best)
+        return [f"[{name}]" for name, action in action_names(state, state.current_player()).items() if action == best]
 
 
 def _find(env_id: str, observation: str, starts: Iterable[Any]) -> Any:
@@ -122,7 +122,7 @@ def _searchable(env_id: str) -> Any:
 
 
 class CfrPlayer(ScriptedPlayer):
-    """`scripted:cfr`: a policy near the equilibrium, computed once per process."""
+    """`scripted:cfr`: looks its prompt up in a policy near the equilibrium, computed once per process."""
 
     def candidates(self, observation: str) -> list[str]:
         """Return every action of the policy. Raises UnsupportedEnvError, or EnvError for a text of another game."""
