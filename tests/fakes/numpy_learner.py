@@ -1,7 +1,8 @@
 """Learner process without torch, for claims about the orchestrator: the real protocol, an adapter of two matrices.
 
 `python -m fakes.numpy_learner ARGUMENTS` is the command `unstable-lite ARGUMENTS` with this learner. Equal steps make
-equal adapters. Its log-probabilities are the engine's own, so the canary passes.
+equal adapters. Its log-probabilities are the engine's own, so the canary passes. With INTERRUPT="4 9" as a variable of
+its environment it sends the run signal 9 when its fourth update begins: one moment on machines of any speed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import hashlib
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,12 +64,17 @@ def use(patch: Any = None) -> None:
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     learners = {name: learner_of(spec, name) for name in spec.config.shares}
     assert gc.isenabled()
+    due, signum = map(int, os.environ.get("INTERRUPT", "0 0").split())
     socket.send(Ready(info={"adapter_bytes": 4096, "device": spec.device, "threads": spec.threads}))
     while True:
         for message in socket.receive(wait_s=1.0):
             if isinstance(message, Stop):
                 return
             assert isinstance(message, LearnerRequest)
+            if isinstance(message, Update):
+                due -= 1
+                if due == 0:
+                    os.kill(os.getppid(), signum)
             socket.send(learners[message.policy].answer(message))
 
 

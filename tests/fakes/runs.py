@@ -80,10 +80,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
 
 
-def start(*arguments: str | Path, module: str = "unstable_lite") -> subprocess.Popen[str]:
-    """Start a run as a user would, without a terminal."""
-    words = command(*arguments, module=module)
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+def start(*arguments: str | Path, module: str = "unstable_lite", **variables: str) -> subprocess.Popen[str]:
+    """Start a run as a user would, without a terminal, with more variables in its environment."""
+    words, pipe = command(*arguments, module=module), subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment() | variables)
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
@@ -108,13 +108,13 @@ def invoke(*arguments: str | Path) -> tuple[int, str, str]:
     return ended.exit_code, ended.stdout, ended.stderr
 
 
-def start_torchless(*arguments: str | Path) -> subprocess.Popen[str]:
+def start_torchless(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
     """Start a command whose learner is that of `fakes.numpy_learner`."""
-    return start(*arguments, module=TORCHLESS)
+    return start(*arguments, module=TORCHLESS, **variables)
 
 
-def run_torchless(*arguments: str | Path) -> tuple[int, str, str]:
-    return finish(start_torchless(*arguments))
+def run_torchless(*arguments: str | Path, **variables: str) -> tuple[int, str, str]:
+    return finish(start_torchless(*arguments, **variables))
 
 
 def run_directory(directory: Path) -> Path:

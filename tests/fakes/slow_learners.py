@@ -1,8 +1,6 @@
 """Learners without torch that are slow or skip a batch: `fakes.slow_learners:Class`, see `numpy_learner`."""
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -43,19 +41,6 @@ class SkipsItsFirstBatch(NumpyLearner):
         if isinstance(message, Update) and message.version % IDS_OF_POLICY == 2 and not self.has_skipped:
             self.has_skipped = True
             return Updated(request_id=message.request_id, metrics={}, skipped="a loss that is not finite")
-        return super().answer(message)
-
-
-class StopsTheBrokenRun(SkipsItsFirstBatch):
-    """Sends Ctrl-C to a run below a directory `broken`, while it learns for the second time."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self._is_broken = "broken" in Path(spec.config.run.output_dir).parts
-
-    def answer(self, message: Message) -> Message:
-        if self._is_broken and isinstance(message, Update) and message.version % IDS_OF_POLICY == 4:
-            os.kill(os.getppid(), signal.SIGINT)
         return super().answer(message)
 
 
