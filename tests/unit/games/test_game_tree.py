@@ -147,10 +147,8 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
     tree, solved = flatten(BOARD), solved_moves(BOARD)
     assert solved is not None and (len(solved), len(tree.states), len(tree.positions)) == (4520, 4520, 5478)
     assert len(solved[OpenSpielGame(BOARD, 2, 0).observe()[1]]) == 9  # every opening draws
-    perfect = []
-    for state in tree.states:
-        good = np.array([f"[{action}]" in solved[state.observation] for action in state.actions], np.float64)
-        perfect.append(good / good.sum())
+    good = [np.array([f"[{each}]" in solved[state.observation] for each in state.actions]) for state in tree.states]
+    perfect = [each / each.sum() for each in good]
     assert tree.exploitability(perfect) == pytest.approx(0, abs=1e-12)
     for seat in (0, 1):
         against_best = tree.outcomes(tree.best_response(perfect, 1 - seat), seat, perfect)
@@ -159,7 +157,7 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play():
 
 
 def test_only_a_small_board_game_has_solved_moves(monkeypatch):
-    monkeypatch.setattr(game_tree, "MOST_COUNTED", 1000)
+    monkeypatch.setattr(game_tree, "MOST_STATES", 500)
     for other in (KUHN, "Nim-v0-train", "openspiel:nim(pile_sizes=9;9;9;9)"):
         assert solved_moves(other) is None
 
@@ -173,6 +171,7 @@ def test_only_a_small_board_game_has_solved_moves(monkeypatch):
         ("openspiel:breakthrough", "no choice by prompt"),
         ("openspiel:leduc_poker(players=3)", "two players"),
         ("openspiel:liars_dice", "decision states with .* in the first 6,000 positions"),
+        ("openspiel:nim(pile_sizes=30;30;30)", "decision states with .* in the first 10,000 positions"),
         ("openspiel:liars_dice(numdice=0)", "OpenSpiel"),
     ],
 )

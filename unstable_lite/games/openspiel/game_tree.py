@@ -24,7 +24,7 @@ from unstable_lite.games.openspiel.prompts import action_names, prompt
 MOST_STATES, MOST_ANSWERS = 5_000, 50_000
 """Most decision states, and most legal answers in all of them, of a game that is evaluated without being forced to."""
 MOST_COUNTED = 20 * MOST_STATES
-"""Number of positions at which counting ends, to say how large a game is."""
+"""Number of positions at which counting ends, to say how large a game is; fewer where positions are boards."""
 BOARD_GAMES = ("nim", "tic_tac_toe")
 """Games whose position is the board and the seat to move, whichever moves led there."""
 ENDLESS = {
@@ -286,9 +286,8 @@ class _Builder:
     def __init__(self, env_id: str, is_board_game: bool, is_forced: bool) -> None:
         self.positions: list[End | Chance | Decision] = []
         self.states: list[DecisionState] = []
-        self._env_id = env_id
-        self._is_board_game = is_board_game
-        self._is_forced = is_forced
+        self._env_id, self._is_board_game, self._is_forced = env_id, is_board_game, is_forced
+        self._most_counted = 2 * MOST_STATES if is_board_game else MOST_COUNTED  # few positions of a board are ends
         self._boards: dict[tuple[str, int] | None, int] = {}
         """Numbers of positions by board and seat to move; empty for a game whose positions are histories."""
         self._numbers: dict[tuple[int, str], int] = {}
@@ -301,7 +300,7 @@ class _Builder:
         board = (str(state), int(state.current_player())) if self._is_board_game else None
         if board in self._boards:
             return self._boards[board]
-        if len(self.positions) > MOST_COUNTED:
+        if len(self.positions) > self._most_counted:
             self.check_size()
         if state.is_terminal():
             position: End | Chance | Decision = End(float(state.returns()[0]))
@@ -322,13 +321,13 @@ class _Builder:
         if self._is_forced:
             return
         num_states, num_answers = len(self.states), sum(len(state.actions) for state in self.states)
-        is_whole = len(self.positions) <= MOST_COUNTED
+        is_whole = len(self.positions) <= self._most_counted
         if not (is_whole and num_states <= MOST_STATES and num_answers <= MOST_ANSWERS):
-            reached = "" if is_whole else f" in the first {MOST_COUNTED:,} positions"
+            reached = "" if is_whole else f" in the first {self._most_counted:,} positions"
             raise ConfigError(
                 f"{self._env_id}: it has {num_states:,} decision states with {num_answers:,} legal answers{reached}; "
-                f"at most {MOST_STATES:,}, {MOST_ANSWERS:,} and {MOST_COUNTED:,} positions are computed; choose "
-                "smaller parameters, or --force"
+                f"at most {MOST_STATES:,}, {MOST_ANSWERS:,} and {self._most_counted:,} positions are computed; "
+                "choose smaller parameters, or --force"
             )
 
     def _decision(self, state: Any, seat: int, moves: tuple[Moves, Moves]) -> Decision:
