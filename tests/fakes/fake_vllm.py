@@ -7,9 +7,10 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
+from fakes.http_servers import QuietHandler
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.tokenization import Tokenizer
 
@@ -97,9 +98,7 @@ def serving(port: int = 0) -> Iterator[FakeVLLM]:
     fake = FakeVLLM()
     connections: set[socket.socket] = set()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def setup(self) -> None:
             super().setup()
             connections.add(self.connection)
@@ -132,9 +131,6 @@ def serving(port: int = 0) -> Iterator[FakeVLLM]:
                 self.wfile.write(content)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the client has hung up
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
 
     http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     http.daemon_threads = True

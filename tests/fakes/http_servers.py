@@ -11,6 +11,7 @@ class QuietHandler(BaseHTTPRequestHandler):
     """Keeps connections alive and logs nothing."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are sent apart
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

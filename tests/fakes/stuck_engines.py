@@ -1,6 +1,7 @@
-"""Scripted engines that start well and then hang, are slow, raise, need many steps, or measure their GPU."""
+"""Scripted engines that hang, are slow, raise, die, need many steps, or measure their GPU."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -33,6 +34,11 @@ class Raises(ScriptedEngine):
 class RunsOutOfMemory(ScriptedEngine):
     def step(self) -> list[Generated]:
         raise MemoryError("cannot allocate memory")
+
+
+class DiesInItsStart(ScriptedEngine):
+    def __init__(self, spec: WorkerSpec) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def endless_loop() -> list[Generated]:

@@ -64,8 +64,7 @@ def save_checkpoint(
     so they may change before the coroutine is awaited. Awaiting it raises UnstableError if the checkpoint cannot be
     written; then nothing of it is left.
     """
-    final = checkpoints / f"ckpt-{update}"
-    partial = checkpoints / f".ckpt-{update}.partial"
+    final, partial = checkpoints / f"ckpt-{update}", checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     contents = {LEAGUE: json.dumps(state, separators=(",", ":")).encode(), WAITING: _pack(waiting)}
 
@@ -159,8 +158,7 @@ def _pack(waiting: Sequence[list[Step]]) -> bytes:
 
 def _unpack(content: bytes) -> list[list[Step]]:
     """Return the chunks that `_pack` packed. Raises ProtocolError or ValueError for other contents."""
-    waiting: list[list[Step]] = []
-    at = 0
+    waiting, at = list[list[Step]](), 0
     while at < len(content):
         start = at + LENGTH_BYTES
         at = start + int.from_bytes(content[at:start], "little")
@@ -353,6 +351,8 @@ def rewind_to_checkpoint(directory: Path, config: Config, say: Callable[[str], N
             return line["model"] in unfinished
         return is_made_again and line["step"] == updates and evaluated_cell(line) not in evaluated
 
+    for left in (directory / "checkpoints").glob(".*.partial*"):  # by a run that ended while it was saving
+        shutil.rmtree(left, ignore_errors=True)
     try:
         rewind(directory, updates, num_games, in_flight, is_repeated)
     except OSError as error:

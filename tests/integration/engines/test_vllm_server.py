@@ -375,7 +375,7 @@ def test_starting_server_is_awaited_until_start_timeout(server: FakeVLLM, connec
     assert connect(start_timeout_s=10.0).info["device"] == server.url
     server.misbehave = lambda path, body: error(503, "starting")
     with pytest.raises(ConnectionError, match=rf"{server.url} .*starting"):
-        connect(start_timeout_s=0.1)
+        connect(start_timeout_s=0.5)
     server.misbehave = lambda path, body: None
     server.hangs.set()
     with pytest.raises(ConnectionError, match=server.url):

@@ -4,6 +4,7 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fakes import run_files, runs
@@ -58,11 +59,13 @@ def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Pat
 
 @pytest.mark.nightly
 def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
-    process = runs.start_torchless("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
-    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
+    settings, interrupt = (*CONSTANT, "run.learning_steps=1000"), f"3 {signal.SIGSTOP}"
+    process = runs.start_torchless("run", runs.write_small(tmp_path), *settings, INTERRUPT=interrupt)
+    runs.wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     directory = runs.run_directory(tmp_path)
     in_the_way = directory / "checkpoints" / "ckpt-3" / "in the way"
     in_the_way.mkdir(parents=True)
+    process.send_signal(signal.SIGCONT)
     runs.wait_for((directory / "PAUSED").exists)
     text = (directory / "PAUSED").read_text()
     assert re.search(r"Update 3 could NOT be saved\b.*no checkpoint", text)

@@ -276,6 +276,7 @@ def test_ctrl_c_during_start_up_and_a_second_one_end_at_once_and_leave_nothing(
     tmp_path: Path, is_starting: bool
 ) -> None:
     endless = ("run.learning_steps=10000", "learner.batch_size=100000")
+    endless += ("engine.kind=fakes.stuck_engines:Slow",) if is_starting else ()
     process = runs.start_torchless("run", runs.write_small(tmp_path), *runs.SCRIPTED, *endless)
     runs.wait_for(lambda: is_starting or any(tmp_path.glob("outputs/*/*/eval.jsonl")))
     runs.wait_for(lambda: len(runs.children_of(process)) == 2)

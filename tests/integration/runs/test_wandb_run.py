@@ -32,7 +32,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     settings = (*runs.SCRIPTED, TO_WANDB, "run.learning_steps=10000", "run.eval_games=0")
     process = runs.start_torchless("run", runs.write_small(tmp_path), *settings)
-    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 3 and any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 20 and any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
     os.kill(process.pid, signal.SIGKILL)
     runs.finish(process)
     first = runs.run_directory(tmp_path)
