@@ -65,20 +65,20 @@ def block_for(seconds: float) -> None:
 
 async def test_blocked_loop_is_counted_and_located(tmp_path: Path) -> None:
     alarms: list[str] = []
-    with LoopWatchdog(0.3, tmp_path / "log", alarms.append) as watch:
+    with LoopWatchdog(0.8, tmp_path / "log", alarms.append) as watch:
         await asyncio.sleep(0.1)
-        block_for(1.0)
+        block_for(2.0)
         await asyncio.sleep(0.1)
         assert watch.metrics()["run/loop_stalls"] == 1
-        assert watch.longest_s >= 0.9
+        assert watch.longest_s >= 1.9
     (alarm,) = alarms
     assert re.search(r"in block_for \(.*test_stalls\.py, line \d+\), called in ", alarm)
     assert "in block_for" in (tmp_path / "log").read_text().partition("most recent call first")[2]
 
 
 async def test_busy_loop_that_still_turns_is_left_alone(tmp_path: Path) -> None:
-    with LoopWatchdog(0.5, tmp_path / "log") as watch:
-        for _ in range(10):
+    with LoopWatchdog(0.8, tmp_path / "log") as watch:
+        for _ in range(12):
             block_for(0.1)
             await asyncio.sleep(0)
         assert watch.stalls == 0
