@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.profiler._utils import traverse_dfs
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.adapters import peft_files
@@ -83,10 +84,9 @@ def make_adapters(config: Config, directory: Path, versions: list[int], seed: in
 
 def _save_random(shape: Qwen3Config, directory: Path, seed: int, device: str = "cpu") -> Path:
     torch.manual_seed(seed)
-    is_large = shape.hidden_size >= 1024
     with torch.device(device):
         model = Qwen3ForCausalLM(shape)
-    (model.bfloat16() if is_large else model).save_pretrained(directory)
+    (model.bfloat16() if shape.hidden_size >= 1024 else model).save_pretrained(directory)
     return directory
 
 
@@ -107,10 +107,7 @@ def _byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
-    """Return the peak bytes of tensors while `function` runs, less those that existed before.
-
-    By the allocator's count; resident memory would include other code's.
-    """
+    """Return the peak bytes of the tensors that `function` makes, by the allocator's count."""
     if device != "cpu":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,10 +116,13 @@ def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
-    assert profile.profiler is not None
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
+    tree = profile.profiler.kineto_results.experimental_event_tree()
+    live, now, peak = dict[int, int](), 0, 0
+    for event in sorted(traverse_dfs(tree), key=lambda event: event.start_time_ns):
+        if event.name == "[memory]":
+            block = event.extra_fields
+            size = max(0, block.alloc_size)  # negative if freed, and then of any size if the block is from before
+            now += size - live.get(block.ptr, 0)
+            live[block.ptr] = size
             peak = max(peak, now)
     return peak

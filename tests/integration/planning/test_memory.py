@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.models import peak_bytes
@@ -96,6 +97,14 @@ def test_computed_memory_of_an_update_matches_the_allocated(
     assert found.lora_parameters(config.lora) == sum(parameter.numel() for parameter in policy.parameters.values())
     num_parameters = sum(weight.numel() for weight in policy.base_weights)
     assert found.base_parameters == pytest.approx(num_parameters, rel=0.005)
+
+
+def test_peak_leaves_out_blocks_from_before() -> None:
+    held: list[torch.Tensor] = []
+    peak_bytes(lambda: held.append(torch.empty(10**7)))
+    held.clear()
+    held.append(torch.empty(10**7))  # at the address of the one before, whose size the profiler remembers
+    assert peak_bytes(lambda: (held.clear(), torch.empty(10**5))) == 4 * 10**5
 
 
 @pytest.mark.parametrize(
