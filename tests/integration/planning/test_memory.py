@@ -213,7 +213,7 @@ def test_check_memory_counts_the_base_in_the_learner_dtype(tmp_path: Path, dtype
 
 def test_table_in_the_docs_matches_the_computation() -> None:
     text = GPUS.read_text()
-    for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"):
+    for name in (*(f"Qwen/Qwen3-{size}B" for size in ("0.6", "1.7", "4", "8")), "meta-llama/Llama-3.2-3B"):
         cells = [trained_and_served(dict(memory.describe(name, gib))) for gib in (16, 24, 48, 80, 141)]
         assert f"| {' | '.join([name, *cells])} |" in text
 
