@@ -45,7 +45,7 @@ class SkipsItsFirstBatch(NumpyLearner):
 
 
 class TakesAWhile(KeepsADiary):
-    seconds = 0.2  # as the real learner for a small batch
+    seconds = 0.5  # a restarting worker or a slot of an adapter is ready before the next one
 
 
 class TakesASecond(KeepsADiary):

@@ -266,6 +266,7 @@ def test_busy_engine_reports_its_stats_and_cancelled_requests_free_their_adapter
         return  # it finishes them
     assert isinstance(remote.load(version, adapter_dirs[0]), AdapterDigest)
     (alone,) = remote.generate(remote.request("b", max_tokens=20, seed=3))
+    remote.inbox.clear()  # statistics of earlier tests
     asked = [remote.request(f"{number} of many", version, max_tokens=600, temperature=2.0) for number in range(200)]
     remote.send(*asked)
     stats = remote.wait_for(lambda message: isinstance(message, EngineStats) and message.queued > 0)

@@ -39,6 +39,7 @@ LEAGUE = (
     "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
     "league.opponent_lag=[1, 2]",
 )
+LONG, SLOW = "fakes.long_games:LongGames-v0", "fakes.long_games:SlowEngine"
 
 
 def games_of(state: dict[str, Any]) -> dict[str, int]:
@@ -222,22 +223,23 @@ def test_stop_at_any_moment_of_a_start_ends_with_its_reason(copy: Path, tmp_path
 def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     first = small.read_text().partition("[[eval_envs]]")[2]
-    small.write_text(f"{small.read_text()}\n[[eval_envs]]{first.replace('Nim', 'TicTacToe')}")
+    second = first.replace("Nim-v0-train", LONG).replace("scripted:random", "base")
+    small.write_text(f'{small.read_text()}\n[[eval_envs]]{second}observation = "first-last"')
 
     def evaluations() -> list[tuple[str, int, str]]:
         lines = [line for path in tmp_path.glob("outputs/*/*/eval.jsonl") for line in read_records(path)]
         return [(line["label"], line["step"], line["env_id"]) for line in lines]
 
-    overrides = ("run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    overrides = ("run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1", f"engine.kind={SLOW}")
     process = runs.start_torchless("run", small, *overrides)
     runs.wait_for(lambda: ("after", 1, "Nim-v0-train") in evaluations())
     os.kill(process.pid, signal.SIGKILL)
     runs.finish(process)
-    before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
+    before = [("before", 0, "Nim-v0-train"), ("before", 0, LONG)]
     assert evaluations() == [*before, ("after", 1, "Nim-v0-train")]
     directory = runs.run_directory(tmp_path)
     runs.output_of(runs.run_torchless("run", "--resume", directory))
-    assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
+    assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, LONG)]
     assert [line["step"] for line in run_files.updates(directory)] == [1]
     code, _, err = runs.invoke("run", "--resume", directory)
     assert (code, "1 updates" in err) == (1, True)

@@ -47,21 +47,14 @@ def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
 
 
 def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        ["nohup", *torchless("run", runs.write_small(tmp_path), *QUICK)],
-        env=runs.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    runs.wait_for(lambda: runs.children_of(process))
-    process.send_signal(signal.SIGHUP)
+    words = ["nohup", *torchless("run", runs.write_small(tmp_path), *QUICK, "run.learning_steps=2")]
+    variables = runs.environment() | {"INTERRUPT": f"1 {signal.SIGHUP:d}"}
+    process = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     process.stdout = None
     _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
-    assert saved(tmp_path)
+    assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-2").is_dir()
 
 
 @pytest.mark.nightly

@@ -141,7 +141,7 @@ async def test_games_that_keep_their_adapter_make_the_learner_wait_for_a_slot(tm
 async def test_turns_that_use_the_newest_adapter_need_only_two_slots(tmp_path: Path) -> None:
     training = Training(config_for(tmp_path, league={"adapter_policy": "turn"}, engine={"max_loras": 2}))
     loop = await training.begin(limits_games=False)
-    await until(lambda: loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
+    await until(lambda: loop.progress.updates > 8 and loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
     assert loop.parts.adapter_sync.num_waits == 0
 
     updates, version = loop.progress.updates, loop.parts.policies[""].version

@@ -167,7 +167,7 @@ async def test_only_refusals_of_a_long_prompt_do_not_pause_a_server(server, conn
 
 async def test_late_or_dripping_answer_times_out_on_each_attempt(server, connect):
     server.drip_s = 0.05
-    endpoint = connect(timeout_s=0.3, max_retries=1)
+    endpoint = connect(timeout_s=1, max_retries=1)
     with pytest.raises(OpponentError, match="APITimeoutError"):
         await asyncio.wait_for(endpoint.complete(MODEL, "hello"), 30)
     assert len(server.bodies) == 2
@@ -468,8 +468,8 @@ def test_openrouter_gets_its_own_key_and_others_the_openai_key(monkeypatch):
 
 
 async def test_waiting_request_is_dropped_when_its_model_is_paused(server, connect):
-    server.answer = lambda _body: time.sleep(0.5) or chat_reply("late")
-    endpoint = connect(timeout_s=0.1, max_concurrent_requests=1, pauses=(60, 600))
+    server.answer = lambda _body: time.sleep(1) or chat_reply("late")
+    endpoint = connect(timeout_s=0.5, max_concurrent_requests=1, pauses=(60, 600))
     requests = [endpoint.complete(MODEL, "hello") for _ in range(12)]
     errors = [str(error) for error in await asyncio.gather(*requests, return_exceptions=True)]
     assert len(server.bodies) == 3
