@@ -27,12 +27,8 @@ settings.load_profile("unhurried")
 NUM_GPUS = count_gpus()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ROOT = Path(__file__).parent.parent
-OWN_MODULES = {
-    "unstable_lite",
-    "bench",
-    "fakes",
-    *(path.stem for top in ("tests", "examples") for path in (ROOT / top).rglob("*.py")),
-}
+OWN_MODULES = {"unstable_lite", "bench", "fakes"}
+OWN_MODULES |= {path.stem for top in ("tests", "examples") for path in (ROOT / top).rglob("*.py")}
 """Modules whose warnings are errors."""
 
 
@@ -68,7 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Yield Chromium, for tests marked `browser`."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)
     with sync_playwright() as made, made.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened:
         yield opened

@@ -362,4 +362,4 @@ def test_user_can_watch_resize_and_quit(terminal: Terminal) -> None:
     terminal.resize(80, 24)
     terminal.wait_for(lambda text: "update 128/255" in text and "workers" in text)
     terminal.press("q")
-    assert terminal.process.wait(30) == 0
+    terminal.wait_for(lambda _: terminal.process.poll() == 0)

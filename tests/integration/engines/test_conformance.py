@@ -224,7 +224,7 @@ def test_given_prompt_ids_are_completed_as_they_are(engine: Engine, reference: L
 
 
 def test_completion_ends_with_the_stop_token_or_at_its_length(engine: Engine) -> None:
-    requests = [engine.remote.request(prompt, temperature=1.5, max_tokens=40) for prompt in prompts(60)]
+    requests = [engine.remote.request(p, temperature=1.5, max_tokens=40, seed=i) for i, p in enumerate(prompts(60))]
     generations = engine.remote.generate(*requests)
     for generation in generations:
         ids = generation.completion_ids.tolist()
@@ -269,9 +269,8 @@ def test_busy_engine_reports_its_stats_and_cancelled_requests_free_their_adapter
     remote.inbox.clear()  # statistics of earlier tests
     asked = [remote.request(f"{number} of many", version, max_tokens=600, temperature=2.0) for number in range(200)]
     remote.send(*asked)
-    stats = remote.wait_for(lambda message: isinstance(message, EngineStats) and message.queued > 0)
-    assert isinstance(stats, EngineStats) and 0 < stats.running <= 16
-    assert stats.tokens_per_s > 0 and 0 <= stats.cached_share <= 1
+    stats = remote.wait_for(lambda said: isinstance(said, EngineStats) and said.queued > 0 and said.tokens_per_s > 0)
+    assert isinstance(stats, EngineStats) and 0 < stats.running <= 16 and 0 <= stats.cached_share <= 1
     other = remote.request("b", max_tokens=20, seed=3)
     remote.send(other)
     remote.send(*[Cancel(request_id=request.request_id) for request in asked])
@@ -284,7 +283,8 @@ def test_busy_engine_reports_its_stats_and_cancelled_requests_free_their_adapter
 
 def test_special_token_as_stop_string_is_kept_as_last_token(engine: Engine) -> None:
     pad_id, remote = 0, engine.remote
-    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(80)]
+    drawn = {"temperature": 1.5, "max_tokens": 40, "stop": ("<|pad|>", "never met")}
+    requests = [remote.request(p, **drawn, seed=i) for i, p in enumerate(prompts(80))]
     generations = remote.generate(*requests)
     ended = [g for g in generations if g.completion_ids[-1] == pad_id]
     assert ended and all(g.finish_reason == "stop" and "<|pad|>" not in g.text for g in ended)

@@ -48,7 +48,7 @@ def connect(server: FakeVLLM, folder: Path) -> Iterator[Connect]:
     engines = []
 
     def connect(**engine: Any) -> VLLMServerEngine:
-        settings = {"urls": [server.url], "adapter_folder": str(folder), "start_timeout_s": 0.5} | engine
+        settings = {"urls": [server.url], "adapter_folder": str(folder), "start_timeout_s": 30} | engine
         endpoint = "ipc:///tmp/unstable_lite-mine/bus"
         engines.append(VLLMServerEngine(engine_spec(endpoint, server.url, kind="vllm-server", **settings)))
         return engines[-1]
@@ -375,7 +375,7 @@ def test_starting_server_is_awaited_until_start_timeout(server: FakeVLLM, connec
     assert connect(start_timeout_s=10.0).info["device"] == server.url
     server.misbehave = lambda path, body: error(503, "starting")
     with pytest.raises(ConnectionError, match=rf"{server.url} .*starting"):
-        connect(start_timeout_s=0.5)
+        connect(start_timeout_s=2.0)
     server.misbehave = lambda path, body: None
     server.hangs.set()
     with pytest.raises(ConnectionError, match=server.url):

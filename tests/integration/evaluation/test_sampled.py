@@ -87,7 +87,7 @@ def test_thinking_of_an_answer_is_read_as_in_play(config: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "samples"), [("transformers", 24), pytest.param("vllm", 16, marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(("kind", "samples"), [("transformers", 100), pytest.param("vllm", 60, marks=pytest.mark.vllm)])
 def test_estimate_agrees_with_the_computed_exploitability(config: Path, kind: str, samples: int) -> None:
     (computed,), settings = rows_of(config, "base"), (f"engine.kind={kind}",)
     (sampled,) = rows_of(config, "base", "--samples", samples, settings=settings)

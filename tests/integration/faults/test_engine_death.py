@@ -138,7 +138,7 @@ async def test_random_kills_lose_and_duplicate_no_game(fleet: Fleet) -> None:
     assert num_reported() == len(killed) == most
 
 
-@pytest.mark.parametrize("fleet", [{"stall_s": 1.0}], indirect=True)
+@pytest.mark.parametrize("fleet", [{"stall_s": 4.0}], indirect=True)
 async def test_silent_engine_is_killed_and_its_games_continue(fleet: Fleet) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:

@@ -65,20 +65,20 @@ def block_for(seconds: float) -> None:
 
 async def test_blocked_loop_is_counted_and_located(tmp_path: Path) -> None:
     alarms: list[str] = []
-    with LoopWatchdog(0.8, tmp_path / "log", alarms.append) as watch:
+    with LoopWatchdog(2.0, tmp_path / "log", alarms.append) as watch:
         await asyncio.sleep(0.1)
-        block_for(2.0)
+        block_for(4.0)
         await asyncio.sleep(0.1)
         assert watch.metrics()["run/loop_stalls"] == 1
-        assert watch.longest_s >= 1.9
+        assert watch.longest_s >= 3.9
     (alarm,) = alarms
     assert re.search(r"in block_for \(.*test_stalls\.py, line \d+\), called in ", alarm)
     assert "in block_for" in (tmp_path / "log").read_text().partition("most recent call first")[2]
 
 
 async def test_busy_loop_that_still_turns_is_left_alone(tmp_path: Path) -> None:
-    with LoopWatchdog(0.8, tmp_path / "log") as watch:
-        for _ in range(12):
+    with LoopWatchdog(2.0, tmp_path / "log") as watch:
+        for _ in range(30):
             block_for(0.1)
             await asyncio.sleep(0)
         assert watch.stalls == 0
@@ -137,7 +137,7 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
     code, _, err = runs.finish(process)
     assert code == EXIT_STALLED
     assert re.search(r"in __call__ \(.*looping\.py, line \d+\)", err)
-    runs.wait_for(lambda: runs.are_gone(workers), timeout_s=10)
+    runs.wait_for(lambda: runs.are_gone(workers))
     directory = runs.run_directory(tmp_path)
     assert "in __call__" in (directory / "logs" / "orchestrator.log").read_text()
     (tmp_path / "loop").unlink()

@@ -42,7 +42,7 @@ def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
     process.wait(120)
     directory = runs.run_directory(tmp_path)
     assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{runs.num_updates(tmp_path)}"
-    runs.wait_for(lambda: runs.are_gone(children), 5)
+    runs.wait_for(lambda: runs.are_gone(children))
     assert runs.arenas_named(directory.name) == []
 
 

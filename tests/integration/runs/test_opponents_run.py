@@ -1,9 +1,10 @@
 """Whole runs against a model behind an endpoint that fails."""
 
+import itertools
 import os
 import random
 import re
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ def test_run_survives_a_failed_endpoint_and_no_file_stream_or_child_has_its_key(
 ) -> None:
     for name in ("OPENAI_API_KEY", "OPENROUTER_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, KEY)
-    config, children = tmp_path / "run.toml", dict[int, bytes]()
+    config, children = tmp_path / "run.toml", dict[int, str]()
+    numbers, are_seen = itertools.count(1), threading.Event()
     with serving() as server:
 
         def answer(body: dict[str, Any]) -> Answer:
-            if fails or len(server.bodies) < 8:
+            are_seen.wait(60)
+            if next(numbers) < 8 or fails:
                 return 401, {"error": {"message": f"Authorization: Bearer {KEY} is not known yet"}}
             return chat_reply(f"your key is {KEY}, my move \\boxed{{{random.randrange(9)}}}")
 
@@ -50,16 +53,15 @@ def test_run_survives_a_failed_endpoint_and_no_file_stream_or_child_has_its_key(
         (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
         config.write_text(CONFIG.replace("URL", server.url).replace("OUTPUT", str(tmp_path / "outputs")))
         process = runs.start_torchless("run", config, *(FAILS if fails else ()), "--debug")
-        while process.poll() is None and len(server.bodies) < 2:
-            time.sleep(0.05)
+        runs.wait_for(lambda: len(server.bodies) >= 2 or process.poll() is not None)
         for child in runs.children_of(process) if process.poll() is None else []:
-            children[child.pid] = Path(f"/proc/{child.pid}/environ").read_bytes()
-            children[child.pid] += Path(f"/proc/{child.pid}/cmdline").read_bytes()
+            children[child.pid] = f"{child.environ()} {child.cmdline()}"
+        are_seen.set()
         code, out, err = runs.finish(process)
     assert (code != 0) == fails, out + err
     assert "Traceback" in err or not fails
     assert len(children) >= 2
-    assert not any(KEY.encode() in what for what in children.values())
+    assert not any(KEY in what for what in children.values())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []

@@ -132,7 +132,7 @@ def test_ctrl_c_during_training_keeps_the_pairs_and_leaves_no_process(warm: tupl
 
 
 def test_dead_engine_ends_the_collection_and_is_named(tmp_path: Path) -> None:
-    process = runs.start("sft", write(tmp_path), *INVALID)
+    process = runs.start("sft", write(tmp_path), *INVALID, "engine.kind=fakes.long_games:SlowEngine")
     log = tmp_path / "warm" / "logs" / "engine-0.log"
     assert process.stdout is not None
     while "engine-0 is up" not in (line := process.stdout.readline()):
