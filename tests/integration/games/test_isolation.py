@@ -28,7 +28,7 @@ from unstable_lite.types import GameSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 SET_ORDER_ENV = "fakes.set_order_env:WordNim-v0"
 NUMPY_ENV = "fakes.numpy_env:NumpyNim-v0"
 DRAWING = [
@@ -166,7 +166,7 @@ async def test_games_of_a_dead_process_are_void_and_the_next_ones_are_played(env
 @pytest.mark.parametrize(
     ("move", "says", "reason"),
     [
-        ("[9 1]", r"run\.env_timeout_s = 2\b.*killed", "env_timeout"),
+        ("[9 1]", r"run\.env_timeout_s = 4\b.*killed", "env_timeout"),
         ("[9 2]", r"Nim-v0-train: .*ValueError: nine piles", "env_raised"),
         ("[9 3]", r"Nim-v0-train: .*was killed by SIGKILL", "env_died"),
         pytest.param("[9 4]", r"Nim-v0-train: .*ProtocolError", "env_died", marks=pytest.mark.nightly),
