@@ -77,11 +77,7 @@ def exploitability(
 
 
 def add_exact_results(
-    results: list[ExactResult],
-    plan: EvaluationPlan,
-    samples: int | None,
-    is_forced: bool,
-    say: Callable[[str], None],
+    results: list[ExactResult], plan: EvaluationPlan, samples: int | None, is_forced: bool, say: Callable[[str], None]
 ) -> None:
     """Add the results of `eval --exact`, each when it is there: computed, or estimated from `samples` answers a state.
 
@@ -115,7 +111,10 @@ def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
     with futures.ThreadPoolExecutor(1) as thread:
         try:
-            return thread.submit(run_in_loop, cancellable()).result()
+            done = thread.submit(run_in_loop, cancellable())
+            while not futures.wait([done], timeout=1).done:
+                pass  # Python sees a signal that came to another thread only when this one wakes
+            return done.result()
         except KeyboardInterrupt:
             thread.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(TimeoutError):  # of an interrupt before the thread has begun

@@ -128,10 +128,14 @@ def test_call_keeps_nothing_without_an_output(
 
 
 IN_A_NOTEBOOK = """
-import asyncio, os, signal, threading, unstable_lite
+import asyncio, os, signal, threading, time, unstable_lite
+
+def interrupt():  # when imports, which may lose it, have ended; in a thread that waits for nothing
+    while not os.path.exists("OUTPUT/results.jsonl"): time.sleep(0.1)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 async def cell():
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Thread(target=interrupt).start()
     try:
         unstable_lite.evaluate("base", config="CONFIG", games=10**6, overrides=OVERRIDES, output="OUTPUT")
     except KeyboardInterrupt:

@@ -85,11 +85,7 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
 @pytest.mark.parametrize(
     ("run", "engine", "says"),
     [
-        (
-            runs.run,
-            "ServesBaseForFrozenPlayers",
-            r"engine-0 does not compute like .*run:\S+/(best|newest).*the base",
-        ),
+        (runs.run, "ServesBaseForFrozenPlayers", r"engine-0 does not compute like .*run:\S+/(best|newest).*the base"),
         (runs.run_torchless, "ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
     ],
 )
