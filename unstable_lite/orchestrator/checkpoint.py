@@ -369,5 +369,4 @@ def has_ended(directory: Path, config: Config, updates: int) -> bool:
     if updates != config.run.learning_steps or not config.run.eval_games:
         return updates >= config.run.learning_steps
     lines = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
-    known = {evaluated_cell(line) for line in lines if line["step"] == updates}
-    return known.issuperset(evaluated_cells(config))
+    return {evaluated_cell(line) for line in lines if line["step"] == updates}.issuperset(evaluated_cells(config))

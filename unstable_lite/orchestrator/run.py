@@ -252,7 +252,8 @@ class Run:
     def _wait_for(self, outcome: futures.Future[Summary]) -> None:
         while not outcome.done():
             try:
-                futures.wait([outcome])  # Python up to 3.12 takes a thread for ended if its `join` was interrupted
+                # Not `join`: Python up to 3.12 takes a thread for ended if that was interrupted.
+                futures.wait([outcome], timeout=1)  # a signal that came to another thread does not end a wait
             except KeyboardInterrupt:
                 self._call_in_loop(self._interrupt)
 

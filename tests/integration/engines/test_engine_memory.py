@@ -112,10 +112,7 @@ def fail(_: int) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
-    [
-        (lambda _: allocate_too_much(), ModelError, r"engine\.max_model_len"),
-        (fail, RuntimeError, "shapes do not fit"),
-    ],
+    [(lambda _: allocate_too_much(), ModelError, r"engine\.max_model_len"), (fail, RuntimeError, "shapes do not fit")],
     ids=["out of memory", "another error"],
 )
 def test_single_request_that_fails_ends_the_engine_with_advice_only_if_memory_ran_out(

@@ -146,6 +146,8 @@ run = unstable.build(
 run.start(learning_steps=STEPS, num_collection_workers=8, num_eval_workers=0, block=False)
 """
 
+BLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])"
+
 
 def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
     source = SCRIPT.replace("OUTPUT", str(tmp_path / "outputs")).replace("STEPS", str(steps)) + end
@@ -157,6 +159,7 @@ def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
     "end",
     [
         pytest.param("print(run.wait().updates, 'made')", id="in wait"),
+        pytest.param(f"{BLOCKED}; print(run.wait().updates, 'made')", id="in wait, to another thread"),
         pytest.param("", id="after the script's end", marks=pytest.mark.nightly),
     ],
 )
