@@ -45,7 +45,7 @@ class SkipsItsFirstBatch(NumpyLearner):
 
 
 class TakesAWhile(KeepsADiary):
-    seconds = 0.5  # a restarting worker or a slot of an adapter is ready before the next one
+    seconds = 0.5  # ten of them outlast the restarts of two workers
 
 
 class TakesASecond(KeepsADiary):

@@ -111,10 +111,10 @@ def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
     with futures.ThreadPoolExecutor(1) as thread:
         try:
-            done = thread.submit(run_in_loop, cancellable())
-            while not futures.wait([done], timeout=1).done:
-                pass  # Python sees a signal that came to another thread only when this one wakes
-            return done.result()
+            outcome = thread.submit(run_in_loop, cancellable())
+            while not outcome.done():
+                futures.wait([outcome], timeout=1)  # a signal that came to another thread does not end a wait
+            return outcome.result()
         except KeyboardInterrupt:
             thread.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(TimeoutError):  # of an interrupt before the thread has begun

@@ -474,7 +474,7 @@ def test_ctrl_c_keeps_the_games_and_the_same_command_continues(run: Path, tmp_pa
     code, out, err = runs.finish(process, 30)
     assert code == 130
     assert "Traceback" not in out + err
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     kept = lines(tmp_path / "out")
     evaluate_nim("base", run, tmp_path / "out", 5)
     assert lines(tmp_path / "out")[: len(kept)] == kept

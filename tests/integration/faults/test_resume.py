@@ -61,7 +61,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert runs.arenas_named(directory.name)  # not after the kill: any run that starts then may remove it
     process.kill()
     runs.finish(process)
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     return directory
 
 
@@ -429,7 +429,7 @@ def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path, policies:
         except runs.subprocess.TimeoutExpired:
             process.kill()
         runs.finish(process)
-        runs.wait_for(lambda: runs.are_gone(children))  # noqa: B023
+        runs.wait_for(lambda: runs.are_gone(children), 5)  # noqa: B023
         process = runs.start_torchless("run", "--resume", directory)
         runs.wait_for(lambda: runs.children_of(process))  # noqa: B023
         assert len(runs.arenas_named(directory.name)) <= 1  # not the killed process's arena

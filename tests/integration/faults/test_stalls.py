@@ -137,7 +137,7 @@ def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, m
     code, _, err = runs.finish(process)
     assert code == EXIT_STALLED
     assert re.search(r"in __call__ \(.*looping\.py, line \d+\)", err)
-    runs.wait_for(lambda: runs.are_gone(workers))
+    runs.wait_for(lambda: runs.are_gone(workers), timeout_s=10)
     directory = runs.run_directory(tmp_path)
     assert "in __call__" in (directory / "logs" / "orchestrator.log").read_text()
     (tmp_path / "loop").unlink()

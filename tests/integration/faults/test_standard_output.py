@@ -19,8 +19,8 @@ QUICK = (*runs.SCRIPTED, "run.eval_games=0", "run.num_eval_workers=0", "run.lear
 torchless = functools.partial(runs.command, module=runs.TORCHLESS)
 
 
-def saved(directory: Path) -> bool:
-    return (runs.run_directory(directory) / "checkpoints" / "ckpt-1" / "manifest.json").is_file()
+def saved(directory: Path, update: int = 1) -> bool:
+    return (runs.run_directory(directory) / "checkpoints" / f"ckpt-{update}" / "manifest.json").is_file()
 
 
 def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
     process.wait(120)
     directory = runs.run_directory(tmp_path)
     assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{runs.num_updates(tmp_path)}"
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(directory.name) == []
 
 
@@ -54,7 +54,7 @@ def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Pa
     process.stdout = None
     _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
-    assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-2").is_dir()
+    assert saved(tmp_path, update=2)
 
 
 @pytest.mark.nightly

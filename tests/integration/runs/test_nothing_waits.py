@@ -143,11 +143,10 @@ async def test_turns_that_use_the_newest_adapter_need_only_two_slots(tmp_path: P
     loop = await training.begin(limits_games=False)
     await until(lambda: loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
     assert loop.parts.adapter_sync.num_waits == 0
-
-    updates = loop.progress.updates
+    await until(lambda: loop.progress.updates > 8)
+    updates, version = loop.progress.updates, loop.parts.policies[""].version
     os.kill(worker_of(loop, "engine-0").pid, signal.SIGKILL)  # turns now wait for its replacement
     await until(lambda: loop.progress.updates >= updates + 12)  # enough to train on games with many versions
-    version = loop.parts.policies[""].version
     directory = await training.end()
 
     games = [game for game in run_files.games(directory) if "adapter_versions" in game]

@@ -38,7 +38,7 @@ def test_run_survives_a_failed_endpoint_and_no_file_stream_or_child_has_its_key(
 ) -> None:
     for name in ("OPENAI_API_KEY", "OPENROUTER_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, KEY)
-    config, children = tmp_path / "run.toml", dict[int, str]()
+    config, children = tmp_path / "run.toml", dict[int, bytes]()
     numbers, are_seen = itertools.count(1), threading.Event()
     with serving() as server:
 
@@ -55,13 +55,14 @@ def test_run_survives_a_failed_endpoint_and_no_file_stream_or_child_has_its_key(
         process = runs.start_torchless("run", config, *(FAILS if fails else ()), "--debug")
         runs.wait_for(lambda: len(server.bodies) >= 2 or process.poll() is not None)
         for child in runs.children_of(process) if process.poll() is None else []:
-            children[child.pid] = f"{child.environ()} {child.cmdline()}"
+            children[child.pid] = Path(f"/proc/{child.pid}/environ").read_bytes()
+            children[child.pid] += Path(f"/proc/{child.pid}/cmdline").read_bytes()
         are_seen.set()
         code, out, err = runs.finish(process)
     assert (code != 0) == fails, out + err
     assert "Traceback" in err or not fails
     assert len(children) >= 2
-    assert not any(KEY in what for what in children.values())
+    assert not any(KEY.encode() in what for what in children.values())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []

@@ -241,7 +241,7 @@ def test_ctrl_c_finishes_the_update_saves_and_exits_cleanly(tmp_path: Path) -> N
     assert re.search(rf"\bckpt-{last}\b.*saved", out)
     assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{last}"
     assert re.search(rf"^updates +{last} of 10000$", out, re.M)
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(directory.name) == []
 
 
@@ -286,7 +286,7 @@ def test_ctrl_c_during_start_up_and_a_second_one_end_at_once_and_leave_nothing(
     code, out, err = runs.finish(process, 60)
     assert code in ((130,) if is_starting else (0, 130)) and "Traceback" not in err, out + err
     assert "interrupted" in out or not is_starting
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
 
 
@@ -305,7 +305,7 @@ def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, v
     assert code == 1
     assert f"{victim} was killed by SIGKILL" in err
     assert "Traceback" not in err
-    runs.wait_for(lambda: runs.are_gone(children))
+    runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
 
 

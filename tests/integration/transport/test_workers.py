@@ -161,7 +161,7 @@ async def test_unanswered_request_fails_at_its_deadline(wire: Wire) -> None:
 async def test_orphaned_worker_exits_at_once(wire: Wire) -> None:
     process = wire.process._process
     process.stdin.close()
-    assert await asyncio.wait_for(process.wait(), 60) == ORPHANED
+    assert await asyncio.wait_for(process.wait(), 5) == ORPHANED
     wire.process._stopping = True
 
 

@@ -164,7 +164,7 @@ def test_latex_of_a_move_becomes_plain_text(content, action):
     assert extract(rf"\boxed{{{content}}}") == (action, True)
 
 
-@pytest.mark.timeout(60)  # a quadratic pattern or parser would take minutes
+@pytest.mark.timeout(10)  # a quadratic pattern or parser would take minutes
 @pytest.mark.parametrize(
     "piece",
     [
