@@ -226,8 +226,10 @@ def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks
 
     fill(small_disks.shared_memory)
     runs.wait_for(lambda: has_logged("From now on adapters go through"))
-    before = checkpoints_in(outputs)[-1]
+    (directory,) = outputs.glob("*/*")
+    before = run_files.metrics(directory)[-1]["step"]
     runs.wait_for(lambda: process.poll() is None and checkpoints_in(outputs)[-1] > before)
+    had_room = {1, *range(before, checkpoints_in(outputs)[-1] + 1)}  # other updates may be in one file and not in both
 
     children = runs.children_of(process)
     filler = fill(outputs)
@@ -237,11 +239,8 @@ def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks
     assert "Traceback" not in text
     runs.wait_for(lambda: runs.are_gone(children))
     assert [path.name for path in small_disks.shared_memory.iterdir()] == ["filler"]
-    (directory,) = outputs.glob("*/*")
     assert not list(directory.glob("unstable_lite-*"))
-    assert [find_damage(path) for path in (directory / "checkpoints").glob("ckpt-*")].count(None) == len(
-        checkpoints_in(outputs)
-    )
+    assert not any(map(find_damage, (directory / "checkpoints").glob("ckpt-*")))
 
     filler.unlink()
     newest = checkpoints_in(outputs)[-1]
@@ -252,9 +251,10 @@ def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks
     assert process.wait(240) == 0, out.read_text()
     assert not list((directory / "checkpoints").glob(".*"))
     steps = [line["step"] for line in run_files.metrics(directory)]
-    assert steps == sorted(set(steps)), "the order does not depend on the wall clock"
-    assert steps[-1] == newest + 1
     events = EventAccumulator(str(directory / "tensorboard"), {"tensors": 0})  # 0 loads all events
     events.Reload()
-    assert [event.step for event in events.Tensors("learner/loss")] == steps
+    for logged in steps, [event.step for event in events.Tensors("learner/loss")]:
+        assert logged == sorted(set(logged)), "the order does not depend on the wall clock"
+        assert logged[-1] == newest + 1
+        assert had_room <= set(logged)
     assert find_damage(directory / "checkpoints" / f"ckpt-{newest + 1}") is None
