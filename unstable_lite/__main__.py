@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def _end(*_: object) -> None:
-    """End the process at once on a signal during the imports, because an import may swallow an exception."""
+    """End the process at once on a signal outside a command's body: an import or a parser may swallow an exception."""
     try:
         os.write(2, b"error: interrupted\n")
     finally:  # also if the terminal is closed

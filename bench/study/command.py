@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +46,7 @@ def main(
             json_file or RESULTS / f"{checked.study.name}.json",
             (output or Path("outputs") / "studies" / checked.study.name).absolute(),
         )
-        with session.locked(), _raised_signals():
+        with session.locked():
             is_whole = session.run(jobs, again, show)
         raise typer.Exit(0 if is_whole else 1)
 
@@ -163,16 +162,3 @@ class _Session:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _raised_signals() -> Iterator[None]:
-    """Raise SystemExit on Ctrl-C, SIGTERM and a closed terminal, so that the runs are ended."""
-
-    def leave(signum: int, _frame: object) -> None:
-        raise SystemExit(128 + signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores it
-            signal.signal(signum, leave)
-    yield

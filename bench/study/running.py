@@ -94,7 +94,7 @@ def make_warm_start(checked: Checked, task: Task, say: Callable[[str], None]) ->
     process = _launch(["sft", str(path)], log)
     try:
         code = process.wait()
-    except SystemExit:  # a signal
+    except KeyboardInterrupt:
         _stop([process])
         raise
     if code or not (directory / HOW).exists():

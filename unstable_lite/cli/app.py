@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shlex
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,6 @@ import typer
 from unstable_lite.cli import evaluation, runs
 from unstable_lite.cli.options import ConfigPath, Debug, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.orchestrator.event_loop import end_signals
 from unstable_lite.tracking.intervals import percent
 
 if TYPE_CHECKING:
@@ -197,14 +195,6 @@ app.command()(runs.push)
 app.command()(runs.runs)
 
 
-class _Interrupted(KeyboardInterrupt):
-    """Unlike KeyboardInterrupt itself, it never makes Python end by SIGINT although it was caught."""
-
-
-def _interrupt(*_: object) -> None:
-    raise _Interrupted
-
-
 def main() -> None:
     # The next socket would take the number of a closed standard stream, and libuv would end the process.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -214,9 +204,6 @@ def main() -> None:
         sys.stdin = os.fdopen(0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters outside of its encoding become question marks
-    for signum in end_signals():  # before a run or an evaluation handles them
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else _interrupt)
     if not sys.flags.safe_path:
         sys.path.append("")  # a config may name modules of the working directory, as with `python -m`
     app()

@@ -38,16 +38,14 @@ def evaluate_models(
     ] = DEFAULT_GAMES,
     env: Envs = None,
     opponent: Annotated[
-        list[str] | None,
-        typer.Option(help="As for MODELS, repeated for more; default: the opponent of each eval env."),
+        list[str] | None, typer.Option(help="As for MODELS, repeated for more; default: the opponent of each eval env.")
     ] = None,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Rate the models and base against random and MCTS: an absolute scale.")
     ] = False,
     config: TomlFile = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(help="Sampling temperature, 0: greedy; default: the eval env's, else the run's."),
+        float | None, typer.Option(help="Sampling temperature, 0: greedy; default: the eval env's, else the run's.")
     ] = None,
     override: SetKeys = None,
     trust_config: TrustConfig = False,

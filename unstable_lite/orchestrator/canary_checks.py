@@ -279,10 +279,8 @@ class CanaryChecks:
     def _judge(self, name: str, claim: str, check: Check) -> None:
         """Raise AdapterError if an engine is wrong; raise an alarm if that stays open. `claim`: about the engine."""
         evidence = check.evidence
-        found = (
-            f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p differ "
-        )
-        found += f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
+        found = f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p "
+        found += f"differ by {check.mismatch:.4f} on average: {evidence.suspicion}"
         if evidence.is_wrong:
             raise AdapterError(
                 f"canary: {name} {claim} ({found}). It does not hold these weights, or computes them wrongly"

@@ -64,26 +64,29 @@ def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
         gc.unfreeze()
 
 
-def end_signals() -> list[signal.Signals]:
-    """Return the signals that ask for the end: Ctrl-C, SIGTERM, those of batch systems, and a closed terminal."""
-    has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *([] if has_nohup else [signal.SIGHUP])]
+def end_handlers() -> dict[signal.Signals, Any]:
+    """Return the handlers of the signals that ask for the end; none outside the main thread, which alone gets signals.
+
+    They are Ctrl-C, SIGTERM, those of batch systems, and a closed terminal, unless `nohup` is to ignore it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signals.remove(signal.SIGHUP)
+    return {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signals}
 
 
 @contextlib.contextmanager
 def handled_signals(handle: Callable[[], object]) -> Iterator[None]:
-    """Call `handle` on each of `end_signals`. Only the main thread receives signals."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in end_signals()} if is_main else {}
+    """Call `handle` on each signal that asks for the end."""
     loop = asyncio.get_running_loop()
-    for signum in before:
-        loop.add_signal_handler(signum, handle)
-    try:
+    with contextlib.ExitStack() as stack:
+        for signum, handler in end_handlers().items():
+            loop.add_signal_handler(signum, handle)
+            stack.callback(signal.signal, signum, handler)
+            stack.callback(loop.remove_signal_handler, signum)
         yield
-    finally:
-        for signum, handler in before.items():
-            loop.remove_signal_handler(signum)
-            signal.signal(signum, handler)
 
 
 def cancelled_by_signals() -> contextlib.AbstractContextManager[None]:

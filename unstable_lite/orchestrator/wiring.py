@@ -144,9 +144,8 @@ class RunParts:
                 resume_tracker(self.tracker, self.resume_from, directory)
             # Closed after the workers: a learner that still writes needs its directory.
             stores = stack.enter_context(contextlib.ExitStack())
-            self.watchdog = stack.enter_context(
-                LoopWatchdog(stall_of(config.run.env_timeout_s), logs / "orchestrator.log", alarm)
-            )
+            watchdog = LoopWatchdog(stall_of(config.run.env_timeout_s), logs / "orchestrator.log", alarm)
+            self.watchdog = stack.enter_context(watchdog)
             with self.terminal.doing(lambda: "starting the workers"):
                 self.environments = await stack.enter_async_context(opened_env_pool(logs, config.run.env_timeout_s))
                 self.workers = await stack.enter_async_context(

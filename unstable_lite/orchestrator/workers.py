@@ -178,9 +178,8 @@ class Workers:
 
     def _say_up(self, name: str, facts: Mapping[str, Any]) -> None:
         self._say(f"{name} is up")
-        log.info(
-            "%s is up: %s", name, ", ".join(f"{k} {v}" for k, v in facts.items() if not isinstance(v, dict | list))
-        )
+        shown = ", ".join(f"{key} {fact}" for key, fact in facts.items() if not isinstance(fact, dict | list))
+        log.info("%s is up: %s", name, shown)
 
     async def _first_servers(self, processes: Sequence[WorkerProcess]) -> dict[str, dict[str, Any]]:
         """Wait until a server is up, and a little longer for the others; return their facts by name.

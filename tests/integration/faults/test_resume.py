@@ -196,6 +196,16 @@ def test_stop_of_a_command_that_still_imports_has_its_reason(tmp_path: Path, sig
     assert runs.finish(process, 60) == (130, "", "error: interrupted\n")
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_stop_of_a_command_that_reads_its_arguments_has_its_reason(tmp_path: Path, signum: int) -> None:
+    stop = f"lambda app: os.kill(os.getpid(), {signum:d}) or read(app)"
+    code = f"import os, typer.main\nread = typer.main.get_command\ntyper.main.get_command = {stop}\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    modules = os.pathsep.join([str(tmp_path), runs.environment()["PYTHONPATH"]])
+    process = runs.start("check", runs.write_small(tmp_path), PYTHONPATH=modules)
+    assert runs.finish(process, 60) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.timeout(600)
