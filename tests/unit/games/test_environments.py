@@ -452,6 +452,13 @@ def test_env_is_isolated_if_its_arguments_make_its_reset_slow():
     assert is_isolated(slow) and not is_isolated(slow.model_copy(update={"env_kwargs": small}))
 
 
+@pytest.mark.parametrize(("resets_s", "is_slow"), [((0.3, 0.001), False), ((0.3, 0.3), True), ((2.0,), True)])
+def test_one_reset_is_not_slow_if_a_garbage_collection_may_be_the_reason(monkeypatch, resets_s, is_slow):
+    read = iter([time for reset_s in resets_s for time in (0.0, reset_s)])
+    monkeypatch.setattr(time, "thread_time", lambda: next(read))
+    assert probe.__wrapped__("Nim-v0-train", 2).has_slow_reset is is_slow
+
+
 def test_eval_env_inherits_arguments_or_is_named_and_a_spec_is_made_of_anothers_values():
     (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
     assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
