@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -258,17 +258,19 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def shown_live(parts: RunParts) -> AsyncIterator[None]:
+async def shown_live(parts: RunParts) -> AsyncIterator[Mapping[str, Any]]:
     """Write the state to live.json of the run directory while the body runs, for dashboards in other processes.
 
     Replaced atomically every LIVE_EVERY_S seconds, so that readers ask the run nothing. The last state stays, marked as
-    ended, and as failed if the body raised.
+    ended, and as failed if the body raised. Yields the newest state, which is empty at first.
     """
+    state: dict[str, Any] = {}
 
     def write(**ending: bool) -> None:
+        state.update(_picture(parts) | ending)
         # A full disk is reported by writers that matter more.
         with contextlib.suppress(OSError), replaced(parts.directory / LIVE) as partial:
-            partial.write_text(json.dumps(_picture(parts) | ending), encoding="utf-8")
+            partial.write_text(json.dumps(state), encoding="utf-8")
 
     async def keep_writing() -> None:
         while True:
@@ -277,7 +279,7 @@ async def shown_live(parts: RunParts) -> AsyncIterator[None]:
 
     writing = asyncio.create_task(keep_writing())
     try:
-        yield
+        yield state
     finally:
         writing.cancel()
         write(has_ended=True, has_failed=sys.exception() is not None)

@@ -10,9 +10,9 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -214,21 +214,20 @@ class Run:
             with log_file(directory / "logs" / "orchestrator.log"):
                 async with parts.wired(*self._given):
                     self.training = TrainLoop(parts)
-                    async with shown_live(parts):
+                    async with shown_live(parts) as live:
                         await self.training.run()
-                        totals = parts.tracker.totals  # as in live.json
-            return self._summary(self.training, totals)
+            return self._summary(self.training, live)
         finally:
             os.close(lock)
 
-    def _summary(self, training: TrainLoop, totals: Totals) -> Summary:
+    def _summary(self, training: TrainLoop, live: Mapping[str, Any]) -> Summary:
         parts, buffers = training.parts, [policy.buffer for policy in training.parts.policies.values()]
         return Summary(
             directory=parts.directory,
             updates=training.progress.updates,
             skipped_updates=training.progress.skipped,
             dropped_stale_steps=sum(buffer.dropped_stale for buffer in buffers),
-            **asdict(totals),
+            **{field.name: live[field.name] for field in fields(Totals)},
             is_resumed=self._resume is not None,
             training_seconds=training.progress.training_seconds,
             evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),
