@@ -111,9 +111,7 @@ def test_no_module_has_a_catch_all_name():
 
 
 def test_every_module_has_a_docstring():
-    silent = [
-        path for path, node in _nodes() if isinstance(node, ast.Module) and node.body and not ast.get_docstring(node)
-    ]
+    silent = [path for path, one in _nodes() if isinstance(one, ast.Module) and one.body and not ast.get_docstring(one)]
     assert silent == []
 
 

@@ -82,6 +82,8 @@ async def opened(place: Place, numbers: dict[str, str]) -> AsyncIterator[Person]
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     assert parameters.source == "\n".join(numbers)
     parameters.source = "\n".join(numbers.values())
+    (play,) = (cell for cell in notebook.cells if cell["id"] == "play")
+    play.source = play.source.replace("]", ', "--seat", "0"]', 1)  # the person moves first, and so has a turn
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = str(place.python)
     person = Person(

@@ -34,7 +34,7 @@ def read(path: Path) -> dict[Any, Any]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_file_is_valid_by_its_schema(schema):
-    command = [sys.executable, "-m", "uv", "tool", "run", "check-jsonschema", "--builtin-schema", schema]
+    command = [sys.executable, "-m", "uv", "tool", "run", "check-jsonschema@0.39.0", "--builtin-schema", schema]
     done = subprocess.run([*command, *SCHEMAS[schema]], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -4,13 +4,11 @@ import contextlib
 import functools
 import json
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
 from typing import Any
 
-from fakes.http_servers import QuietHandler
+from fakes.http_servers import QuietHandler, http_server
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.tokenization import Tokenizer
 
@@ -96,18 +94,8 @@ def error(status: int, message: str) -> Answer:
 @contextlib.contextmanager
 def serving(port: int = 0) -> Iterator[FakeVLLM]:
     fake = FakeVLLM()
-    connections: set[socket.socket] = set()
 
     class Handler(QuietHandler):
-        def setup(self) -> None:
-            super().setup()
-            connections.add(self.connection)
-
-        def finish(self) -> None:
-            connections.discard(self.connection)
-            with contextlib.suppress(OSError):  # cut while an answer was being sent
-                super().finish()
-
         def do_GET(self) -> None:
             self.respond(None)
 
@@ -124,26 +112,13 @@ def serving(port: int = 0) -> Iterator[FakeVLLM]:
                 return
             status, answer = fake.answer(self.path, body)
             content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            try:
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the client has hung up
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    fake.url = f"http://127.0.0.1:{http.server_address[1]}"
-    try:
-        yield fake
-    finally:
-        fake.is_restart.set()
-        http.shutdown()
-        for connection in list(connections):  # else their threads would keep answering
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        http.server_close()
-        thread.join()
+    with http_server(Handler, port) as fake.url:
+        try:
+            yield fake
+        finally:
+            fake.is_restart.set()

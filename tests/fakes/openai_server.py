@@ -82,10 +82,7 @@ def serving() -> Iterator[Server]:
 
     class Handler(QuietHandler):
         def do_POST(self) -> None:
-            try:
-                server.handle(self)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the client has hung up
+            server.handle(self)
 
     with http_server(Handler) as url:
         server.url = f"{url}/v1"

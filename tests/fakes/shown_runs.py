@@ -109,17 +109,7 @@ def of_97857f1(outputs: Path) -> Path:
     return directory
 
 
-CASES = (
-    quickstart,
-    running,
-    without_evaluation,
-    failed,
-    resumed,
-    one_player,
-    questions,
-    many_opponents,
-    of_97857f1,
-)
+CASES = (quickstart, running, without_evaluation, failed, resumed, one_player, questions, many_opponents, of_97857f1)
 
 
 def of_points(step: int, env_id: str, opponent: str, points: float, games: int = 400, seats: int = 2) -> Evaluation:

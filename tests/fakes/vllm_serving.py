@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+
+from fakes.http_servers import reserve_port
 
 START_TIMEOUT_S = 400.0
 
@@ -26,9 +27,7 @@ class VLLMServer:
     """A server that the test starts and stops; `start` restarts it at the same address."""
 
     def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = reserve_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         what = ["--port", str(port), "--model", str(model), "--dtype", "float32", "--enforce-eager"]

@@ -665,9 +665,7 @@ def test_every_control_has_a_name_and_every_chart_a_description(page: Page) -> N
     labels = page.locator("figure .plot").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
     assert labels
     assert all(re.search(r"from .* to ", label) for label in labels)
-    assert page.evaluate(
-        "[...document.querySelectorAll('table')].every((one) => one.caption || one.closest('.values'))"
-    )
+    assert page.evaluate("[...document.querySelectorAll('table')].every(one => one.caption || one.closest('.values'))")
 
 
 @pytest.mark.nightly

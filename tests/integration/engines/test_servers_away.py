@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from fakes import runs
 from fakes.fake_vllm import serving
+from fakes.http_servers import reserve_port
 
 pytestmark = pytest.mark.nightly
 CONFIG = """
@@ -38,9 +38,7 @@ max_model_len = 512
 
 class FakeServer:
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = reserve_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._up = contextlib.ExitStack()
 

@@ -4,7 +4,6 @@ The conformance suite and test_vllm_server_run.py use the real server.
 """
 
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from fakes import fake_vllm
 from fakes.fake_vllm import IDS, LOGPROBS, FakeVLLM, error
+from fakes.http_servers import reserve_port
 from fakes.remote_engine import engine_spec
 from unstable_lite.engines import vllm_http, vllm_server
 from unstable_lite.engines.vllm_server import VLLMServerEngine
@@ -168,9 +168,7 @@ def test_transient_failure_is_retried(server: FakeVLLM, connect: Connect, failur
 def test_unreachable_server_ends_the_worker(server: FakeVLLM, connect: Connect, how: str) -> None:
     engine = connect()
     if how == "not listening":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            engine._server.url = server.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        engine._server.url = server.url = f"http://127.0.0.1:{reserve_port()}"
     elif how == "busy forever":
         server.misbehave = lambda path, body: error(503, "busy")
     else:

@@ -1,12 +1,12 @@
 """A rank that torchrun starts on another machine, here over the loopback interface."""
 
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from fakes.http_servers import reserve_port
 from fakes.worker_processes import opened_router, worker_process
 from unstable_lite.learner import load_learner
 from unstable_lite.planning.validation import find_problems
@@ -16,9 +16,7 @@ from unstable_lite.transport.rpc import WorkerChannel
 
 @pytest.mark.nightly
 async def test_rank_started_by_torchrun_joins_by_address(make_config, make_items, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{reserve_port()}"
     config = make_config(learner={"remote_ranks": 1, "rendezvous": address})
     command = ["-m", "torch.distributed.run", "--standalone", "-m", "unstable_lite.learner.remote_rank", address]
     items, log_path = tuple(make_items()), tmp_path / "elsewhere.log"

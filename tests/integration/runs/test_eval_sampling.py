@@ -20,10 +20,9 @@ def write_config(directory: Path) -> Path:
     path = runs.write_small(directory)
     content = path.read_text()
     env = content[content.index("[[eval_envs]]") :]
-    content = content.replace(
-        "num_actors = 1\n", "num_actors = 1\nenv_kwargs = { piles = [2, 3] }\nerror_allowance = 1\n"
-    )
-    content = content.replace("learning_steps = 3", "learning_steps = 1")
+    content = content.replace("num_actors = 1", "num_actors = 1\nenv_kwargs = { piles = [2, 3] }\nerror_allowance = 1")
+    # The same batches in each run: in other batches, rounding may make another answer the most probable one.
+    content = content.replace("learning_steps = 3", 'learning_steps = 1\nschedule = "sync"')
     path.write_text(f"{content}temperature = 0\n{env}top_p = 0.01\n{env}")
     return path
 
@@ -45,7 +44,7 @@ def test_labels_of_eval_envs_last_over_a_resumption(tmp_path: Path) -> None:
     directory = runs.run_directory(tmp_path)
     out = runs.output_of(runs.run_torchless("run", "--resume", directory, "run.learning_steps=2"))
 
-    results = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
+    results = read_records(directory / "eval.jsonl")
     assert Counter((line["step"], line["opponent"]) for line in results) == {
         (step, opponent): 1 for step in range(3) for opponent in SAMPLINGS
     }

@@ -91,9 +91,7 @@ def test_finished_run_leaves_its_config_logs_table_and_no_shared_memory(finished
     out = (finished_run.parents[1] / "stdout").read_text()
     assert "Points against scripted:random in Nim-v0-train" in out
     assert f"unstable-lite play run:{finished_run}/best" in out
-    assert "torch" not in out and "torch" in (finished_run / "logs" / "orchestrator.log").read_text(), (
-        "facts of workers"
-    )
+    assert "torch" not in out and "torch" in (finished_run / "logs" / "orchestrator.log").read_text(), "worker facts"
     assert str(finished_run / "checkpoints" / "ckpt-3") in out
     assert runs.arenas_named(finished_run.name) == []
     assert {path.name for path in (finished_run / "logs").iterdir()} == {

@@ -11,14 +11,7 @@ import pytest
 
 from fakes.handmade_adapters import small, write_adapter
 from unstable_lite.adapters import frozen
-from unstable_lite.adapters.frozen import (
-    find_adapter,
-    keep_copy,
-    members,
-    read_facts,
-    slug,
-    with_members,
-)
+from unstable_lite.adapters.frozen import find_adapter, keep_copy, members, read_facts, slug, with_members
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
 from unstable_lite.config.games import parse_player
 from unstable_lite.errors import AdapterError, ConfigError, UnstableError

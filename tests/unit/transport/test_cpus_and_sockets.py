@@ -107,7 +107,7 @@ def test_only_socket_directories_of_dead_processes_are_removed(tmp_path, monkeyp
         if own == 0:
             os.chown(foreign, 12345, 12345)
         found = [path for path in reap_stale_sockets() if path.parent == tmp_path]
-    assert found == ([dead] if own == 0 else sorted([dead, foreign]))
+    assert sorted(found) == ([dead] if own == 0 else sorted([dead, foreign]))
     assert not dead.exists() and alive.exists() and full.exists() and starting.exists()
     assert (mine / BUS).exists() and file.exists() and elsewhere.exists()
 

@@ -14,16 +14,7 @@ from fakes.game_records import make_generation
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
 from unstable_lite.transport.codec import PROTOCOL, decode, decode_values, encode, number_format
-from unstable_lite.transport.messages import (
-    MESSAGES,
-    REPLIES,
-    Failed,
-    Generate,
-    Generated,
-    Reply,
-    Update,
-    Updated,
-)
+from unstable_lite.transport.messages import MESSAGES, REPLIES, Failed, Generate, Generated, Reply, Update, Updated
 from unstable_lite.types import (
     Generation,
     LearnerLogprobs,
