@@ -217,8 +217,7 @@ def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks
         return text in out.read_text()
 
     runs.wait_for(lambda: has_logged("run directory") and len(checkpoints_in(outputs)) >= 2)
-    had_room = {*range(1, checkpoints_in(outputs)[-1] + 1)}
-    """Updates whose records both files had room for."""
+    had_room = {*range(1, checkpoints_in(outputs)[-1] + 1)}  # updates whose records both files had room for
     filler = fill(outputs)
     runs.wait_for(lambda: has_logged("the newest is ckpt-"))
     runs.wait_for(lambda: has_logged("metrics.jsonl: No space left on device"))

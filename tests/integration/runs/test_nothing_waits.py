@@ -130,7 +130,8 @@ async def test_games_continue_during_updates_and_updates_during_checkpoints(
 
 
 async def test_games_that_keep_their_adapter_make_the_learner_wait_for_a_slot(tmp_path: Path) -> None:
-    training = Training(config_for(tmp_path, league={"adapter_policy": "game"}, engine={"max_loras": 3}))
+    config = config_for(tmp_path, league={"adapter_policy": "game"}, engine={"max_loras": 3})
+    training = Training(config.changed(algorithm="reinforce"))  # learns at once: long games begin with each adapter
     loop = await training.begin(limits_games=False)
     await until(lambda: loop.parts.adapter_sync.num_waits and loop.parts.tracker.latest.get(VERSIONS))
     assert loop.parts.tracker.latest[VERSIONS] == 1
