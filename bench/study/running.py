@@ -23,6 +23,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
 from unstable_lite.orchestrator.checkpoint import has_ended, newest_checkpoint
+from unstable_lite.orchestrator.event_loop import end_handlers
 from unstable_lite.sft.session import HOW
 from unstable_lite.tracking.run_directory import RUNS, to_toml
 from unstable_lite.types import BASE
@@ -201,7 +202,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             process.terminate()
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in end_handlers():
         signal.signal(signum, terminate)
     terminate()
     deadline = time.monotonic() + PATIENCE_S

@@ -82,13 +82,13 @@ async def opened(place: Place, numbers: dict[str, str]) -> AsyncIterator[Person]
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     assert parameters.source == "\n".join(numbers)
     parameters.source = "\n".join(numbers.values())
-    (play,) = (cell for cell in notebook.cells if cell["id"] == "play")
-    play.source = play.source.replace("]", ', "--seat", "0"]', 1)  # the person moves first, and so has a turn
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = str(place.python)
     person = Person(
         notebook, km=manager, timeout=None, startup_timeout=600, resources={"metadata": {"path": str(place.folder)}}
     )
+    play = person.cell("play")
+    play.source = play.source.replace("]", ', "--seat", "0"]', 1)  # the person moves first, and so has a turn
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     async with person.async_setup_kernel(env=environment, cleanup_kc=True):
         person.kc.allow_stdin = True

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,8 +88,7 @@ class Learning:
         return updated
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):  # `kill_when` has killed it already
-            os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, signal.SIGKILL)
 
     def kill_other_rank(self) -> None:
         assert isinstance(self.process, WorkerGroup)
